@@ -1,0 +1,50 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first; the second time that is a no-op.
+SHELL := bash
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
+LOCK := integration/requirements-cpu.txt
+UV_VERSION := 0.13.9
+
+# torch's CPU build: from the directory in PIP_FIND_LINKS where that is set (uv does not read it), else from its own index.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+TORCH := $(if $(UV_FIND_LINKS),,--torch-backend cpu)
+# Byte code pays: every vLLM process imports thousands of modules.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help env demo test lint unit integration lock clean
+
+help:            ## this list
+	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
+
+env: $(VENV)/.ready   ## the environment: vLLM for CPU, NIXL, router, tests (about a minute, 4 GB)
+
+$(VENV)/.ready: $(LOCK) pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python --compile-bytecode $(TORCH) $(LOCK)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: env        ## prefill, decode and router on the CPU with a tiny hybrid model; ARGS="--prefill-tp 2" and the like
+	$(BIN)/hybrid-connector demo $(ARGS)
+
+test: lint unit integration   ## everything that needs no GPU
+
+lint: env        ## ruff and mypy --strict
+	$(BIN)/ruff check src tests integration
+	$(BIN)/ruff format --check src tests integration
+	$(BIN)/mypy
+
+unit: env        ## tests/: no vLLM, no NIXL, under a minute
+	$(BIN)/python -m pytest tests -q
+
+integration: env ## integration/: real NIXL, real vLLM engines, the real router
+	$(BIN)/python -m pytest integration -q
+
+lock: env        ## resolve the locked versions anew
+	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python-version 3.11 --extra cpu --extra test \
+	  pyproject.toml --output-file $(LOCK) <(echo setuptools; echo uv==$(UV_VERSION))
+
+clean:           ## remove the environment
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""What must move between two engines. Standard library only."""

@@ -1,0 +1,46 @@
+"""What can an operator set, and where? One frozen struct from ``kv_connector_extra_config``."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from hybrid_connector.core.errors import ConfigError
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of the connector, with their defaults.
+
+    lease_s: seconds P keeps a finished request's blocks for its reader; renewed while the reader waits.
+    handshake_timeout_s: seconds D waits for a peer's answer to a handshake.
+    acquire_timeout_s: seconds from a request's arrival on D until its grant must have come.
+    allow_insecure_side_channel: serve beyond loopback without a shared secret.
+    model_id: a name for the weights that P and D must agree on, where the config and revision do not tell them apart.
+    capture_dir: write the transferred state of every request here, on P and on D (debugging; slow).
+    """
+
+    lease_s: Seconds = 30.0
+    handshake_timeout_s: Seconds = 5.0
+    acquire_timeout_s: Seconds = 20.0
+    allow_insecure_side_channel: bool = False
+    model_id: str = ""
+    capture_dir: str | None = None
+
+
+def decode_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """``kv_connector_extra_config`` as a struct.
+
+    Raises ``ConfigError`` for an unknown key (lists the known ones) and for a value of the wrong type or range.
+    """
+    known = ConnectorConfig.__struct_fields__
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"kv_connector_extra_config: unknown key {', '.join(map(repr, unknown))}; known keys are {', '.join(known)}"
+        )
+    try:
+        return msgspec.convert(dict(extra), ConnectorConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from error

@@ -1,0 +1,164 @@
+"""How does a D worker fill a request's blocks? (invariants I3 and I5)
+
+1. ``start`` marks the compute stream: the blocks may still be written by work queued before.
+2. Once the mark has passed, the plan is bound to the request's blocks and one read per P rank is posted.
+3. A load ends when *all* its reads have ended, well or not; only then may its blocks be given back.
+
+``poll`` drives all loads and never waits.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hybrid_connector.core.blocks import RankLayout
+from hybrid_connector.core.errors import HybridConnectorError
+from hybrid_connector.core.geometry import StateKind
+from hybrid_connector.core.planning import plan_transfer
+from hybrid_connector.engine.exchange import LoadOrder, LoadRecord
+from hybrid_connector.engine.ordering import ComputeStream, Mark
+from hybrid_connector.transport.base import Region, Transfer, TransferState, Transport
+from hybrid_connector.transport.binding import Binder, kind_bytes
+from hybrid_connector.wire.manifest import EngineManifest
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A P engine this rank reads from; its ranks are added to the transport when first read."""
+
+    manifest: EngineManifest
+    binder: Binder
+    handles: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Load:
+    order: LoadOrder
+    mark: Mark
+    started_at: float
+    posted_at: float | None = None
+    reads: list[Transfer] = field(default_factory=list)
+    ended: list[Transfer] = field(default_factory=list)
+    kinds: dict[StateKind, int] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Loads:
+    """The loads of one D rank.
+
+    ``on_loaded`` is called with the order of each load that ended well, before the load is reported.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        region: Region,
+        transport: Transport,
+        stream: ComputeStream,
+        clock: Clock,
+        on_loaded: Callable[[LoadOrder], None] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._region = region
+        self._transport = transport
+        self._stream = stream
+        self._clock = clock
+        self._on_loaded = on_loaded
+        self._peers: dict[tuple[str, str], _Peer] = {}
+        self._loads: dict[str, _Load] = {}
+        self._failed: list[LoadRecord] = []
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def add_peer(self, manifest: EngineManifest) -> None:
+        """Make a P engine known. An earlier incarnation of the same engine is forgotten."""
+        for key in [key for key in self._peers if key[0] == manifest.engine_id and key[1] != manifest.incarnation]:
+            self._forget(key)
+        srcs = [rank.layout for rank in manifest.ranks]
+        binder = Binder(
+            plan_transfer(self._layout, srcs),
+            self._layout,
+            srcs,
+            dst_base=self._region.address,
+            src_bases={rank.rank: rank.region_address for rank in manifest.ranks},
+        )
+        self._peers[manifest.engine_id, manifest.incarnation] = _Peer(manifest, binder)
+
+    def start(self, order: LoadOrder) -> None:
+        """Begin a load; everything queued on the compute stream so far is waited for before the first byte moves."""
+        if order.peer not in self._peers:
+            self.fail(order.request_id, f"engine {order.peer[0]} restarted after it granted the lease")
+            return
+        self._loads[order.request_id] = _Load(order, self._stream.mark(), self._clock())
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Report a request as failed that never started to load here."""
+        self._failed.append(LoadRecord(request_id, self._layout.rank, error=reason))
+
+    def poll(self) -> list[LoadRecord]:
+        """Post what may be posted and return the loads that have ended since the last call."""
+        records, self._failed = self._failed, []
+        for load in list(self._loads.values()):
+            if load.posted_at is None and load.mark.has_passed():
+                self._post(load)
+            if load.posted_at is not None and self._has_ended(load):
+                del self._loads[load.order.request_id]
+                records.append(self._record(load))
+        return records
+
+    def _post(self, load: _Load) -> None:
+        order = load.order
+        try:
+            peer = self._peers.get(order.peer)
+            if peer is None:
+                raise HybridConnectorError(f"engine {order.peer[0]} restarted before the read was posted")
+            bound = peer.binder.bind(order.src_block_ids, order.dst_block_ids, order.num_tokens, order.first_tokens)
+            load.kinds = kind_bytes(bound)
+            for copies in bound:
+                remote = peer.manifest.ranks[copies.src_rank]
+                if copies.src_rank not in peer.handles:
+                    peer.handles[copies.src_rank] = self._transport.add_peer(remote.identity)
+                region = Region(remote.region_address, remote.layout.region_bytes, remote.memory, remote.device)
+                load.reads.append(self._transport.read(peer.handles[copies.src_rank], copies, self._region, region))
+        except (HybridConnectorError, ValueError) as error:
+            load.error = str(error)
+        load.posted_at = self._clock()
+
+    def _has_ended(self, load: _Load) -> bool:
+        """Whether no read of the load can write any more. An error of one read does not end the others."""
+        running = []
+        for read in load.reads:
+            state = read.poll()
+            if state is TransferState.PENDING:
+                running.append(read)
+                continue
+            if state is TransferState.FAILED:
+                load.error = load.error or read.error or "read failed"
+            load.ended.append(read)
+        load.reads = running
+        return not running
+
+    def _record(self, load: _Load) -> LoadRecord:
+        now = self._clock()
+        posted_at = now if load.posted_at is None else load.posted_at
+        if load.error is None and self._on_loaded is not None:
+            self._on_loaded(load.order)
+        return LoadRecord(
+            load.order.request_id,
+            self._layout.rank,
+            tuple(sorted(load.kinds.items())) if load.error is None else (),
+            sum(read.num_descriptors for read in load.ended),
+            posted_at - load.started_at,
+            now - posted_at,
+            load.error,
+        )
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        peer = self._peers.pop(key)
+        for handle in peer.handles.values():
+            self._transport.remove_peer(handle)

@@ -1,0 +1,326 @@
+"""What does the connector do in the scheduler's process?
+
+P: stop a prompt before the token that D computes, lease a finished request's blocks, seal leases as steps complete,
+give blocks back when leases end.
+D: acquire a lease when a request arrives, order its load once blocks are allocated, and believe in the end of a load
+only if the grant was valid until then.
+
+Attributes read of vLLM's ``Request``: request_id, kv_transfer_params, prompt_token_ids, prompt_embeds,
+num_prompt_tokens, num_computed_tokens, max_tokens, status, _all_token_ids, get_skip_reading_prefix_cache.
+"""
+
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from hybrid_connector import __version__
+from hybrid_connector.core.errors import HybridConnectorError
+from hybrid_connector.engine.config import ConnectorConfig
+from hybrid_connector.engine.consumer import Consumer, Held, Lost, Pending, RemoteRequest
+from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, StepOrders, StepReport
+from hybrid_connector.engine.layout import is_recurrent, model_factors, state_block_ids
+from hybrid_connector.engine.producer import Producer
+from hybrid_connector.wire.manifest import EngineManifest, Factors, RankManifest
+from hybrid_connector.wire.messages import PROTOCOL_VERSION
+from hybrid_connector.wire.side_channel import Security, SideChannelClient, SideChannelServer, load_secret
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A D request's state that comes from a peer.
+
+    ``reason``: why it must fail, where that is decided. ``ordered``: the workers know; the end is theirs to report.
+    """
+
+    num_tokens: int
+    remote_request_id: str = ""
+    reason: str | None = None
+    ordered: bool = False
+
+
+class Scheduler:
+    """The connector's half in the scheduler's process."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None and transfer.engine_id is not None
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._engine_id = transfer.engine_id
+        self._is_producer = transfer.is_kv_producer
+        self._is_consumer = transfer.is_kv_consumer
+        self._recurrent = is_recurrent(kv_cache_config)
+        self._incarnation = secrets.token_hex(8)
+        self._host = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        self._port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index
+
+        self._producer = Producer(config.lease_s, self._incarnation)
+        self._security = _security()
+        self._server: SideChannelServer | None = None
+        self._client = SideChannelClient(security=self._security) if self._is_consumer else None
+        self._consumer = Consumer(self._client, config) if self._client is not None else None
+
+        self._step = -1
+        self._cut: set[str] = set()
+        self._fetches: dict[str, _Fetch] = {}
+        self._loads: list[LoadOrder] = []
+        self._failures: dict[str, str] = {}
+        self._captures: list[CaptureOrder] = []
+        self._sent_manifests: set[tuple[str, str]] = set()
+        self._new_manifests: list[EngineManifest] = []
+
+    def publish(self, ranks: Mapping[tuple[int, int], RankManifest]) -> None:
+        """All workers have registered their caches, by (pipeline, tensor) rank: start to serve and to ask."""
+        manifest = EngineManifest(
+            protocol_version=PROTOCOL_VERSION,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
+            factors=Factors.of(model_factors(self._vllm_config, self._config.model_id)),
+            vllm_version=_vllm_version(),
+            connector_version=__version__,
+            lease_s=self._config.lease_s,
+            ranks=tuple(ranks[key] for key in sorted(ranks)),
+        )
+        self._producer.publish(manifest)
+        if self._is_producer and self._server is None:
+            self._server = SideChannelServer(
+                self._host,
+                self._port,
+                self._producer.answer,
+                incarnation=self._incarnation,
+                security=self._security,
+                allow_insecure=self._config.allow_insecure_side_channel,
+            )
+            self._server.start()
+            logger.info("engine %s answers decode engines on %s:%d", self._engine_id, self._host, self._port)
+        if self._consumer is not None:
+            self._consumer.publish(manifest)
+            self._consumer.start()
+
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived: P cuts its prompt, D begins to acquire."""
+        params = request.kv_transfer_params
+        if not params:
+            return
+        if params.get("do_remote_decode") and self._is_producer:
+            self._stop_before_last_token(request)
+        if params.get("do_remote_prefill"):
+            self._begin_fetch(request, params)
+
+    def _stop_before_last_token(self, request: Request) -> None:
+        """D computes the last prompt token itself, and a recurrent state cannot be cut back: stop at the state before.
+
+        Not for a single token, which leaves nothing to send, nor where D will not load (prompt log-probabilities).
+        """
+        if not self._recurrent or request.num_prompt_tokens <= 1 or request.get_skip_reading_prefix_cache():
+            return
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[-1:]
+        elif request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-1]
+        else:
+            return
+        del request._all_token_ids[-1:]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
+        self._cut.add(request.request_id)
+
+    def _begin_fetch(self, request: Request, params: Mapping[str, Any]) -> None:
+        num_tokens = request.num_prompt_tokens - 1 if self._recurrent else request.num_prompt_tokens
+        fetch = _Fetch(num_tokens)
+        self._fetches[request.request_id] = fetch
+        if self._consumer is None:
+            fetch.reason = "this engine has kv_role kv_producer and cannot load; start decode engines as kv_consumer"
+            return
+        try:
+            remote = RemoteRequest.from_params(params)
+        except HybridConnectorError as error:
+            fetch.reason = str(error)
+            return
+        fetch.remote_request_id = remote.request_id
+        self._consumer.acquire(request.request_id, remote)
+
+    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the local ones a load will bring; ``None`` while the grant is on its way."""
+        fetch = self._fetches.get(request.request_id)
+        if fetch is None or fetch.ordered:
+            return 0, False
+        num_missing = fetch.num_tokens - num_computed_tokens
+        if num_missing <= 0:
+            return 0, False
+        if fetch.reason is None and self._consumer is not None:
+            status = self._consumer.status(request.request_id)
+            if isinstance(status, Pending):
+                return None, False
+            if isinstance(status, Lost):
+                fetch.reason = status.reason
+            elif status.num_tokens != fetch.num_tokens:
+                fetch.reason = (
+                    f"P holds the state after {status.num_tokens} tokens, this prompt needs it after {fetch.num_tokens}"
+                )
+        # A request that must fail takes the same way as one that loads, so that vLLM's failure policy decides.
+        return num_missing, True
+
+    def after_allocation(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks are allocated: order the load, or the failure."""
+        request_id = request.request_id
+        fetch = self._fetches.get(request_id)
+        if fetch is None or fetch.ordered:
+            return
+        if num_external_tokens == 0:
+            self._forget(request_id)
+            return
+        fetch.ordered = True
+        status = self._consumer.status(request_id) if self._consumer is not None else Lost("")
+        if fetch.reason is None and isinstance(status, Lost):
+            fetch.reason = status.reason
+        if fetch.reason is not None or not isinstance(status, Held):
+            self._fail(request_id, fetch.reason or "the grant was withdrawn before the load began")
+            return
+        peer = (status.manifest.engine_id, status.manifest.incarnation)
+        if peer not in self._sent_manifests:
+            self._sent_manifests.add(peer)
+            self._new_manifests.append(status.manifest)
+        self._loads.append(
+            LoadOrder(
+                request_id,
+                fetch.remote_request_id,
+                peer,
+                status.block_ids,
+                state_block_ids(self._kv_cache_config, blocks.get_block_ids(), fetch.num_tokens),
+                fetch.num_tokens,
+                fetch.num_tokens - num_external_tokens,
+            )
+        )
+
+    def build_orders(self) -> StepOrders:
+        """What the workers do in the next step."""
+        self._step += 1
+        orders = StepOrders(
+            self._step,
+            tuple(self._new_manifests),
+            tuple(self._loads),
+            self._failures,
+            tuple(self._producer.take_ended()),
+            tuple(self._captures),
+        )
+        self._new_manifests, self._loads, self._failures, self._captures = [], [], {}, []
+        return orders
+
+    def take_reports(self, output: KVConnectorOutput) -> None:
+        """The workers' reports of a step. Removes from ``output`` the loads that ended but must not count (I2)."""
+        report = output.kv_connector_worker_meta
+        reported = report.report if report is not None else None
+        if isinstance(reported, StepReport):
+            self._producer.seal(reported.completed_step)
+            for record in reported.loads:
+                if record.error is not None:
+                    logger.warning("request %s, rank %d: load failed: %s", record.request_id, record.rank, record.error)
+        for request_id in list(output.finished_recving or ()):
+            fetch = self._fetches.get(request_id)
+            if fetch is None:
+                continue
+            if request_id not in output.failed_recving and self._consumer is not None:
+                status = self._consumer.status(request_id)
+                if isinstance(status, Lost):
+                    # vLLM would promote the request now; let the workers report it as failed with the next step.
+                    assert output.finished_recving is not None
+                    output.finished_recving.discard(request_id)
+                    self._fail(request_id, status.reason)
+                    continue
+            self._forget(request_id)
+
+    def finish(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: D gives up what it no longer needs, P leases what D will read.
+
+        Returns whether the blocks stay, and the parameters that lead D to them.
+        """
+        fetch = self._fetches.get(request.request_id)
+        if fetch is not None and not fetch.ordered:
+            self._forget(request.request_id)
+        was_cut = request.request_id in self._cut
+        self._cut.discard(request.request_id)
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode"):
+            return False, None
+        if not self._is_producer:
+            logger.warning(
+                "request %s asks for do_remote_decode, but kv_role is kv_consumer: nothing is kept for it", request.request_id
+            )
+            return False, None
+        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            return False, None
+        return self._open_lease(request, block_ids, was_cut)
+
+    def _open_lease(
+        self, request: Request, block_ids: tuple[list[int], ...], was_cut: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        nothing = {"do_remote_prefill": False, "do_remote_decode": False, "remote_engine_id": self._engine_id}
+        num_tokens = request.num_prompt_tokens
+        if self._recurrent and (not was_cut or request.num_computed_tokens != num_tokens):
+            # A single-token prompt, or prompt log-probabilities: D computes the prompt itself.
+            return False, nothing
+        if request.num_computed_tokens < num_tokens:
+            return False, nothing
+        ids = state_block_ids(self._kv_cache_config, block_ids, num_tokens)
+        token = secrets.token_hex(16)
+        seal_step = self._step
+        if self._config.capture_dir is not None:
+            self._captures.append(CaptureOrder(request.request_id, ids, num_tokens))
+            seal_step += 1
+        self._producer.open(request.request_id, token, ids, num_tokens, seal_step)
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": self._host,
+            "remote_port": self._port,
+            "remote_lease_token": token,
+            "remote_num_tokens": num_tokens,
+            "tp_size": self._vllm_config.parallel_config.tensor_parallel_size,
+        }
+
+    def close(self) -> None:
+        """Stop serving and asking; leases end with the engine."""
+        if self._server is not None:
+            self._server.close()
+        self._producer.expire_all()
+        if self._consumer is not None:
+            self._consumer.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        self._failures[request_id] = reason
+
+    def _forget(self, request_id: str) -> None:
+        self._fetches.pop(request_id, None)
+        if self._consumer is not None:
+            self._consumer.release(request_id)
+
+
+def _security() -> Security | None:
+    import os
+
+    secret = load_secret(os.environ)
+    return None if secret is None else Security.from_secret(secret)
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

@@ -1,0 +1,193 @@
+"""What does the connector do in a worker process?
+
+1. ``register``: read the layout of the caches, register their memory with the transport once.
+2. ``run_orders``, each step after the forward pass was queued: start loads, write captures.
+3. ``end_step``: mark the end of the step's device work.
+4. ``collect``: post and poll reads, report what ended.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from hybrid_connector.core.errors import HybridConnectorError
+from hybrid_connector.engine import capture
+from hybrid_connector.engine.config import ConnectorConfig
+from hybrid_connector.engine.exchange import BlockIds, LoadOrder, StepOrders, StepReport
+from hybrid_connector.engine.layout import RankCaches, read_caches, tail_views
+from hybrid_connector.engine.loads import Loads
+from hybrid_connector.engine.metrics import HybridConnectorStats
+from hybrid_connector.engine.ordering import StepFence, compute_stream
+from hybrid_connector.transport.base import Transport
+from hybrid_connector.transport.nixl import NixlTransport
+from hybrid_connector.wire.manifest import RankManifest
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_WAIT_S = 10.0
+"""How long a worker that shuts down waits for its reads; UCX reports a lost peer sooner."""
+
+
+class Worker:
+    """The connector's half in one worker."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, rank: int, num_ranks: int
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._transport: Transport | None = None
+        self._caches: RankCaches | None = None
+        self._loads: Loads | None = None
+        self._fence: StepFence | None = None
+        self._tails: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()
+        self._step = -1
+        self._failures: dict[str, str] = {}
+        self._frees: set[str] = set()
+        self._report = StepReport(-1)
+        self._stats = HybridConnectorStats()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take over the caches vLLM allocated. Raises ``UnsupportedError`` where they are not as expected."""
+        self._caches = read_caches(self._vllm_config, self._kv_cache_config, kv_caches, self._rank, self._num_ranks)
+        self._tails = tail_views(self._kv_cache_config, kv_caches)
+        self._transport = NixlTransport()
+        self._transport.register(self._caches.region)
+        stream = compute_stream(self._caches.device)
+        self._fence = StepFence(stream)
+        self._loads = Loads(
+            self._caches.layout,
+            self._caches.region,
+            self._transport,
+            stream,
+            time.monotonic,
+            on_loaded=self._capture_load if self._config.capture_dir else None,
+        )
+
+    def manifest(self) -> RankManifest | None:
+        """What peers need to read from this rank; ``None`` before ``register``."""
+        if self._caches is None or self._transport is None:
+            return None
+        region = self._caches.region
+        return RankManifest(
+            rank=self._rank,
+            layout=self._caches.layout,
+            region_address=region.address,
+            memory=region.memory,
+            device=region.device,
+            transport=self._transport.name,
+            identity=self._transport.identity(),
+        )
+
+    def run_orders(self, orders: StepOrders) -> None:
+        """Carry out the scheduler's orders for this step; the forward pass, if any, has been queued."""
+        self._step = orders.step
+        self._frees.update(orders.frees)
+        if self._loads is None or self._caches is None:
+            return
+        for manifest in orders.manifests:
+            try:
+                self._loads.add_peer(manifest)
+            except HybridConnectorError as error:  # the scheduler has checked it; loads from it will fail
+                logger.error("engine %s: %s", manifest.engine_id, error)
+        for finished in orders.captures:
+            self._capture("produced", finished.request_id, finished.block_ids, finished.num_tokens)
+        for order in orders.loads:
+            self._zero_tail(order)
+            self._loads.start(order)
+        for request_id, reason in orders.failures.items():
+            self._loads.fail(request_id, reason)
+
+    def end_step(self) -> None:
+        """All device work of the step has been queued."""
+        if self._fence is not None and self._step >= 0:
+            self._fence.record(self._step)
+
+    def collect(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose blocks are no longer leased, whose loads ended, and of these the failed ones."""
+        frees, self._frees = self._frees, set()
+        records = self._loads.poll() if self._loads is not None else []
+        for record in records:
+            self._stats.record(record)
+        completed = self._fence.completed_step() if self._fence is not None else self._step
+        self._report = StepReport(completed, tuple(records))
+        ended = {record.request_id for record in records}
+        return frees, ended, {record.request_id for record in records if record.error is not None}
+
+    def take_report(self) -> StepReport:
+        """The report of the step that ``collect`` ended."""
+        report, self._report = self._report, replace(self._report, loads=())
+        return report
+
+    def take_stats(self) -> HybridConnectorStats | None:
+        """Sums since the last call, ``None`` where nothing happened."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, HybridConnectorStats()
+        return stats
+
+    def close(self) -> None:
+        """Wait for reads in flight, so that nothing writes into memory that is given back, then leave the transport."""
+        deadline = time.monotonic() + SHUTDOWN_WAIT_S
+        while self._loads is not None and len(self._loads) and time.monotonic() < deadline:
+            self._loads.poll()
+            time.sleep(0.001)
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def _zero_tail(self, order: LoadOrder) -> None:
+        """Zero the pages from the last token on: vLLM leaves the zeroing of loaded blocks to the load.
+
+        The read then fills the last page as far as P's page goes; what it does not fill must not be another
+        request's bytes, which as K/V could be NaN. Queued before the load's mark, so it cannot overtake the read.
+        """
+        assert self._caches is not None
+        for index, views in self._tails:
+            group = self._caches.layout.groups[index]
+            if group.page_tokens is None:
+                continue
+            ids = order.dst_block_ids[index]
+            first = order.num_tokens // group.page_tokens
+            pages = [
+                ids[page // group.pages_per_block] * group.pages_per_block + page % group.pages_per_block
+                for page in range(first, len(ids) * group.pages_per_block)
+            ]
+            if pages:
+                selected = torch.tensor(pages, device=self._caches.device)
+                for view in views:
+                    view.index_fill_(0, selected, 0)
+
+    def _capture_load(self, order: LoadOrder) -> None:
+        self._capture("loaded", order.remote_request_id, order.dst_block_ids, order.num_tokens)
+
+    def _capture(self, what: str, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
+        """Write down what the layers of this rank hold for a request."""
+        if self._config.capture_dir is None or self._caches is None:
+            return
+        layout = self._caches.layout
+        layers = self._vllm_config.compilation_config.static_forward_context
+        arrays = capture.gather(
+            {layer.name: layers[layer.name].kv_cache for layer in layout.layers},
+            {layer.name: layer.group for layer in layout.layers},
+            [group.pages_per_block for group in layout.groups],
+            block_ids,
+            num_tokens,
+        )
+        meta: dict[str, Any] = {
+            "request_id": request_id,
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "num_tokens": num_tokens,
+        }
+        capture.write(Path(self._config.capture_dir) / f"{what}.{request_id}.rank{self._rank}.npz", arrays, meta)

@@ -1,0 +1,272 @@
+"""Which addresses does a plan stand for, for one request?
+
+1. ``Binder``: a plan as arrays, with both sides' layouts and base addresses; built once per D rank and P engine.
+2. ``Binder.bind``: checks the request's block ids, then adds them for all pages and layers at once.
+3. Copies that touch on both sides are joined: within a layer, where it makes the lists short, then across layers.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_connector.core.blocks import Group, RankLayout
+from hybrid_connector.core.errors import TransferError
+from hybrid_connector.core.geometry import StateKind
+from hybrid_connector.core.planning import LayerPair, PageCopies, Plan
+
+Ints = NDArray[np.int64]
+Addresses = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundCopies:
+    """What D reads from one P rank: copy ``i`` moves ``num_bytes[i]`` bytes from ``src[i]`` to ``dst[i]``.
+
+    The three arrays are one-dimensional uint64 of the same length; no two copies share a byte of D.
+    ``kind_bytes``: the same bytes by kind of state, empty where nobody knows.
+    """
+
+    src_rank: int
+    src: Addresses
+    dst: Addresses
+    num_bytes: Addresses
+    kind_bytes: tuple[tuple[StateKind, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, array in (("src", self.src), ("dst", self.dst), ("num_bytes", self.num_bytes)):
+            if array.dtype != np.uint64 or array.ndim != 1 or array.shape != self.src.shape:
+                raise ValueError(
+                    f"{name}: expected {self.src.size} of uint64, got {array.dtype} of shape {array.shape}"
+                )
+        if not self.num_bytes.all():
+            raise ValueError(f"num_bytes: expected at least one byte per copy, got {self.num_bytes}")
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+
+class Binder:
+    """A plan and where its two sides lie.
+
+    ``dst`` and ``srcs`` are the layouts the plan was made from. Base addresses default to 0, so that copies hold
+    offsets into the ranks' regions. Raises ``TransferError`` for a base address where no region can lie.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        dst: RankLayout,
+        srcs: Iterable[RankLayout],
+        *,
+        dst_base: int = 0,
+        src_bases: Mapping[int, int] | None = None,
+    ) -> None:
+        layouts = {src.rank: src for src in srcs}
+        bases = {rank: (src_bases or {}).get(rank, 0) for rank in plan.src_ranks}
+        _check_base("D", dst, dst_base)
+        for rank, base in bases.items():
+            _check_base("P", layouts[rank], base)
+        self._dst_groups = dst.groups
+        self._parts: dict[int, list[_Part]] = {rank: [] for rank in plan.src_ranks}
+        for copies in plan.copies:
+            rank = copies.src_rank
+            self._parts[rank].extend(_parts(copies, layouts[rank], bases[rank], dst, dst_base))
+        self._src_groups = {rank: layouts[rank].groups for rank in plan.src_ranks}
+
+    def bind(
+        self,
+        src_block_ids: Sequence[Sequence[int]],
+        dst_block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        first_tokens: int = 0,
+    ) -> tuple[BoundCopies, ...]:
+        """The copies that bring one request to D, one ``BoundCopies`` per P rank that has something to send.
+
+        Block ids: per group, the logical blocks of all ``num_tokens`` tokens in order, also those D already holds.
+        ``first_tokens``: tokens whose attention state D already holds; recurrent state moves whatever it is.
+        Raises ``TransferError`` for block ids that are too few, too many, out of range or used twice by D, and
+        ``ValueError`` where ``first_tokens`` is not a page boundary of D.
+        """
+        if not 0 <= first_tokens <= num_tokens or num_tokens == 0:
+            raise TransferError(
+                f"P holds {num_tokens} tokens, D already has {first_tokens}: expected 0 <= D <= P, P > 0"
+            )
+        for group in self._dst_groups:
+            if group.page_tokens is not None and first_tokens % group.page_tokens:
+                raise ValueError(
+                    f"first_tokens {first_tokens} is no multiple of D's page of {group.page_tokens} tokens"
+                )
+        dst_pages = _pages("D", self._dst_groups, dst_block_ids, num_tokens)
+        pages_of: dict[tuple[Group, ...], tuple[Ints, ...]] = {}
+        bound = []
+        for rank, parts in self._parts.items():
+            groups = self._src_groups[rank]
+            if groups not in pages_of:
+                pages_of[groups] = _pages("P", groups, src_block_ids, num_tokens)
+            copies = _bind_rank(rank, parts, pages_of[groups], dst_pages, first_tokens)
+            if len(copies):
+                bound.append(copies)
+        return tuple(bound)
+
+
+def kind_bytes(bound: Iterable[BoundCopies]) -> dict[StateKind, int]:
+    """Bytes of each kind of state in a bound request."""
+    kinds: dict[StateKind, int] = defaultdict(int)
+    for copies in bound:
+        for kind, size in copies.kind_bytes:
+            kinds[kind] += size
+    return dict(kinds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """``PageCopies`` as arrays, for layers with the same page strides.
+
+    ``*_layers``: address of page 0, per layer. ``*_page``, ``*_offset``, ``num_bytes``: per run.
+    """
+
+    copies: PageCopies
+    page_tokens: int | None
+    src_page_stride: int
+    dst_page_stride: int
+    src_layers: Ints
+    dst_layers: Ints
+    src_page: Ints
+    src_offset: Ints
+    dst_page: Ints
+    dst_offset: Ints
+    num_bytes: Ints
+
+    def bind(self, src_slots: Ints, dst_slots: Ints, first_tokens: int) -> tuple[Ints, Ints, Ints, int]:
+        """``src``, ``dst`` and ``num_bytes`` of every copy of every layer, and the bytes of one layer.
+
+        ``*_slots``: the request's pages, counted from page 0 of a layer.
+        """
+        first = 0 if self.page_tokens is None else first_tokens // self.page_tokens
+        stop = len(dst_slots)
+        periods = np.arange(first // self.copies.dst_pages, -(-stop // self.copies.dst_pages), dtype=np.int64)[:, None]
+        src_page = periods * self.copies.src_pages + self.src_page
+        dst_page = periods * self.copies.dst_pages + self.dst_page
+        there = (dst_page >= first) & (dst_page < stop) & (src_page < len(src_slots))
+        run = np.broadcast_to(np.arange(len(self.num_bytes)), there.shape)[there]
+        src = src_slots[src_page[there]] * self.src_page_stride + self.src_offset[run]
+        dst = dst_slots[dst_page[there]] * self.dst_page_stride + self.dst_offset[run]
+        src, dst, num_bytes = _join(src, dst, self.num_bytes[run])
+        return (
+            (self.src_layers[:, None] + src).ravel(),
+            (self.dst_layers[:, None] + dst).ravel(),
+            np.tile(num_bytes, len(self.dst_layers)),
+            int(num_bytes.sum()),
+        )
+
+
+def _parts(copies: PageCopies, src: RankLayout, src_base: int, dst: RankLayout, dst_base: int) -> list[_Part]:
+    """One part per distinct pair of page strides: nearly always one."""
+    page_tokens = dst.groups[copies.dst_group].page_tokens
+    if page_tokens is not None and len(copies.kind_bytes) > 1:
+        raise ValueError(
+            f"pages of tokens hold one kind of state, a plan for D rank {dst.rank} has {copies.kind_bytes}"
+        )
+    by_strides: dict[tuple[int, int], list[LayerPair]] = defaultdict(list)
+    for layer in copies.layers:
+        by_strides[layer.src_page_stride, layer.dst_page_stride].append(layer)
+    runs = copies.runs
+    return [
+        _Part(
+            copies,
+            page_tokens,
+            src_page_stride,
+            dst_page_stride,
+            np.array([src_base + layer.src_offset for layer in layers], dtype=np.int64),
+            np.array([dst_base + layer.dst_offset for layer in layers], dtype=np.int64),
+            np.array([run.src_page for run in runs], dtype=np.int64),
+            np.array([run.src_offset for run in runs], dtype=np.int64),
+            np.array([run.dst_page for run in runs], dtype=np.int64),
+            np.array([run.dst_offset for run in runs], dtype=np.int64),
+            np.array([run.num_bytes for run in runs], dtype=np.int64),
+        )
+        for (src_page_stride, dst_page_stride), layers in by_strides.items()
+    ]
+
+
+def _bind_rank(
+    rank: int, parts: Sequence[_Part], src_pages: Sequence[Ints], dst_pages: Sequence[Ints], first_tokens: int
+) -> BoundCopies:
+    """All copies from one P rank."""
+    lists: list[tuple[Ints, Ints, Ints]] = []
+    kinds: dict[StateKind, int] = defaultdict(int)
+    for part in parts:
+        src_slots, dst_slots = src_pages[part.copies.src_group], dst_pages[part.copies.dst_group]
+        src, dst, num_bytes, layer_bytes = part.bind(src_slots, dst_slots, first_tokens)
+        lists.append((src, dst, num_bytes))
+        for kind, size in _layer_kinds(part.copies, layer_bytes):
+            kinds[kind] += size * len(part.dst_layers)
+    src, dst, num_bytes = _join(*map(np.concatenate, zip(*lists, strict=True)))
+    overlaps = np.flatnonzero(dst[1:] < dst[:-1] + num_bytes[:-1])
+    if overlaps.size:
+        raise TransferError(
+            f"D's block ids put two pages at address {dst[overlaps[0] + 1]:#x}: expected every block once"
+        )
+    return BoundCopies(
+        rank,
+        src.astype(np.uint64),
+        dst.astype(np.uint64),
+        num_bytes.astype(np.uint64),
+        tuple(sorted((kind, size) for kind, size in kinds.items() if size)),
+    )
+
+
+def _layer_kinds(copies: PageCopies, layer_bytes: int) -> tuple[tuple[StateKind, int], ...]:
+    """The bytes of one layer by kind. Pages of tokens hold one kind; the page of a recurrent state moves whole."""
+    if len(copies.kind_bytes) == 1:
+        ((kind, _),) = copies.kind_bytes
+        return ((kind, layer_bytes),)
+    assert layer_bytes == sum(size for _, size in copies.kind_bytes)
+    return copies.kind_bytes
+
+
+def _join(src: Ints, dst: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
+    """The same bytes in order of ``dst``, in as few copies as possible."""
+    if len(dst) < 2:
+        return src, dst, num_bytes
+    if (dst[1:] < dst[:-1]).any():
+        order = np.argsort(dst, kind="stable")
+        src, dst, num_bytes = src[order], dst[order], num_bytes[order]
+    apart = (dst[:-1] + num_bytes[:-1] != dst[1:]) | (src[:-1] + num_bytes[:-1] != src[1:])
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return src[first], dst[first], np.add.reduceat(num_bytes, first)
+
+
+def _pages(side: str, groups: Sequence[Group], block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Ints, ...]:
+    """Per group, the request's pages counted from page 0 of a layer; refuses block ids that do not fit the group."""
+    if len(block_ids) != len(groups):
+        raise TransferError(f"{side}: expected block ids for {len(groups)} groups, got {len(block_ids)}")
+    pages = []
+    for number, (group, ids) in enumerate(zip(groups, block_ids, strict=True)):
+        if len(ids) != (expected := group.num_request_blocks(num_tokens)):
+            raise TransferError(f"{side} group {number}: {num_tokens} tokens need {expected} block ids, got {len(ids)}")
+        if set(map(type, ids)) != {int}:
+            raise TransferError(f"{side} group {number}: expected integer block ids, got {ids[:8]!r}")
+        if min(ids) < 0 or max(ids) >= group.num_blocks:
+            bad = next(i for i, block in enumerate(ids) if not 0 <= block < group.num_blocks)
+            raise TransferError(
+                f"{side} group {number}: expected block ids in [0, {group.num_blocks}), got {ids[bad]} at {bad}"
+            )
+        blocks = np.array(ids, dtype=np.int64)
+        slots = blocks[:, None] * group.pages_per_block + np.arange(group.pages_per_block)
+        pages.append(slots.ravel()[: group.num_request_pages(num_tokens)])
+    return tuple(pages)
+
+
+def _check_base(side: str, layout: RankLayout, base: int) -> None:
+    if not 0 <= base <= 2**63 - layout.region_bytes:
+        raise TransferError(
+            f"{side} rank {layout.rank}: no region of {layout.region_bytes} bytes lies at address {base:#x}"
+        )
