@@ -112,7 +112,9 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler.
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         ranks = {}
         for key, rank in metadata.items():
             assert isinstance(rank, RankMetadata)

@@ -67,7 +67,13 @@ class LeaseTable:
         return len(self._leases)
 
     def open(
-        self, request_id: str, token: str, block_ids: tuple[tuple[int, ...], ...], num_tokens: int, seal_step: int, now: float
+        self,
+        request_id: str,
+        token: str,
+        block_ids: tuple[tuple[int, ...], ...],
+        num_tokens: int,
+        seal_step: int,
+        now: float,
     ) -> None:
         """Lease a finished request's blocks; readable once step ``seal_step`` has completed."""
         if request_id in self._leases:

@@ -3,8 +3,8 @@
 A capture is one ``.npz`` per rank and request, read through the views that the model's layers use, so it owes nothing
 to the layout, the planner or the transport: comparing P's and D's proves all three.
 
-Arrays: ``<layer>|kv`` is (H, tokens, content bytes), whole pages; ``<layer>|state<i>`` is state ``i`` of a recurrent
-layer as the layer shapes it, last axis in bytes. ``meta`` holds a JSON object.
+Arrays of uint8: ``<layer>|kv`` is (H, tokens, content bytes), whole pages; ``<layer>|state<i>`` is state ``i`` of a
+recurrent layer as the layer shapes it, with an axis for the bytes of an element added. ``meta`` holds a JSON object.
 """
 
 import json
@@ -47,7 +47,7 @@ def gather(
             arrays[f"{name}|kv"] = _as_bytes(rows.reshape(rows.shape[0], -1, rows.shape[-1]))
         else:
             for index, state in enumerate(cache):
-                arrays[f"{name}|state{index}"] = _as_bytes(state[ids[0]])
+                arrays[f"{name}|state{index}"] = _as_bytes(state[ids[0]].unsqueeze(-1))
     return arrays
 
 

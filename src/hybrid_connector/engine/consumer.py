@@ -67,7 +67,7 @@ class RemoteRequest:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "RemoteRequest":
-        """Read the standard keys. Raises ``HybridConnectorError`` naming the first that is missing or of another type."""
+        """Read the keys. Raises ``HybridConnectorError`` naming the first that is missing or of another type."""
 
         def field_of(key: str, kind: type) -> Any:
             value = params.get(key)

@@ -90,7 +90,11 @@ def _refuse_unsupported_spec(name: str, spec: KVCacheSpec) -> None:
 
 
 def read_caches(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: Mapping[str, torch.Tensor], rank: int, num_ranks: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    caches: Mapping[str, torch.Tensor],
+    rank: int,
+    num_ranks: int,
 ) -> RankCaches:
     """The layout of the caches that vLLM registered on tensor-parallel rank ``rank`` of ``num_ranks``.
 
@@ -159,19 +163,21 @@ def _describe_shards(
     except ValueError as error:
         raise UnsupportedError(f"{name}: {error}") from error
     if box.shape != tuple(cache.shape[1:]):
-        raise UnsupportedError(f"{name}: expected pages of (H, N, C) = {box.shape}, vLLM registered {tuple(cache.shape[1:])}")
+        raise UnsupportedError(
+            f"{name}: expected pages of (H, N, C) = {box.shape}, vLLM registered {tuple(cache.shape[1:])}"
+        )
     return (Shard(tensor, box, 0, tuple(stride * cache.element_size() for stride in cache.stride()[1:])),)
 
 
 def _describe_gated_delta_net(name: str, spec: MambaSpec, rank: int, num_ranks: int) -> tuple[Shard, ...]:
-    """vLLM packs conv state, then temporal state (value heads, value_dim, key_dim), into each page; q and k are alike."""
-    channel_first = is_conv_state_dim_first()
+    """A page holds the conv state, then the temporal state (value heads, value_dim, key_dim); q and k are alike."""
+    channel_first = conv_channel_first()
     num_channels, num_taps = spec.shapes[0] if channel_first else reversed(spec.shapes[0])
     value_heads, value_dim, key_dim = spec.shapes[1]
     key_channels = num_channels - value_heads * value_dim
     if key_channels <= 0 or key_channels % (2 * key_dim):
         raise UnsupportedError(
-            f"{name}: {num_channels} conv channels are not q, k (multiples of {key_dim}) and v ({value_heads * value_dim})"
+            f"{name}: {num_channels} conv channels are not q and k (multiples of {key_dim}) and v of {value_heads} heads"
         )
     return gated_delta_net(
         name,
@@ -186,6 +192,11 @@ def _describe_gated_delta_net(name: str, spec: MambaSpec, rank: int, num_ranks: 
         rank=rank,
         num_ranks=num_ranks,
     )
+
+
+def conv_channel_first() -> bool:
+    """Whether vLLM keeps conv states as (channels, taps) (DS) rather than (taps, channels) (SD)."""
+    return bool(is_conv_state_dim_first())
 
 
 def element_type(dtype: torch.dtype) -> ElementType:
@@ -243,4 +254,3 @@ def tail_views(
         for index, group in enumerate(kv_cache_config.transfer_groups)
         if not isinstance(spec_of(group, group.layer_names[0]), MambaSpec)
     )
-

@@ -28,7 +28,7 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True)
 class _Peer:
-    """A P engine this rank reads from; its ranks are added to the transport when first read."""
+    """A P engine this rank reads from; its ranks are added to the transport with each read."""
 
     manifest: EngineManifest
     binder: Binder
@@ -50,7 +50,7 @@ class _Load:
 class Loads:
     """The loads of one D rank.
 
-    ``on_loaded`` is called with the order of each load that ended well, before the load is reported.
+    ``on_loaded`` is called with the order and the record of each load that ended well, before the load is reported.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Loads:
         transport: Transport,
         stream: ComputeStream,
         clock: Clock,
-        on_loaded: Callable[[LoadOrder], None] | None = None,
+        on_loaded: Callable[[LoadOrder, LoadRecord], None] | None = None,
     ) -> None:
         self._layout = layout
         self._region = region
@@ -121,10 +121,10 @@ class Loads:
             load.kinds = kind_bytes(bound)
             for copies in bound:
                 remote = peer.manifest.ranks[copies.src_rank]
-                if copies.src_rank not in peer.handles:
-                    peer.handles[copies.src_rank] = self._transport.add_peer(remote.identity)
+                # Each time: cheap for a known peer, and after a failed read it is what connects again.
+                handle = peer.handles[copies.src_rank] = self._transport.add_peer(remote.identity)
                 region = Region(remote.region_address, remote.layout.region_bytes, remote.memory, remote.device)
-                load.reads.append(self._transport.read(peer.handles[copies.src_rank], copies, self._region, region))
+                load.reads.append(self._transport.read(handle, copies, self._region, region))
         except (HybridConnectorError, ValueError) as error:
             load.error = str(error)
         load.posted_at = self._clock()
@@ -146,9 +146,7 @@ class Loads:
     def _record(self, load: _Load) -> LoadRecord:
         now = self._clock()
         posted_at = now if load.posted_at is None else load.posted_at
-        if load.error is None and self._on_loaded is not None:
-            self._on_loaded(load.order)
-        return LoadRecord(
+        record = LoadRecord(
             load.order.request_id,
             self._layout.rank,
             tuple(sorted(load.kinds.items())) if load.error is None else (),
@@ -157,6 +155,9 @@ class Loads:
             now - posted_at,
             load.error,
         )
+        if load.error is None and self._on_loaded is not None:
+            self._on_loaded(load.order, record)
+        return record
 
     def _forget(self, key: tuple[str, str]) -> None:
         peer = self._peers.pop(key)

@@ -54,7 +54,8 @@ class Scheduler:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig) -> None:
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None and transfer.engine_id is not None
+        assert transfer is not None
+        assert transfer.engine_id is not None
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
@@ -258,7 +259,8 @@ class Scheduler:
             return False, None
         if not self._is_producer:
             logger.warning(
-                "request %s asks for do_remote_decode, but kv_role is kv_consumer: nothing is kept for it", request.request_id
+                "request %s asks for do_remote_decode, but kv_role is kv_consumer: nothing is kept for it",
+                request.request_id,
             )
             return False, None
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):

@@ -17,11 +17,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from hybrid_connector.core.errors import HybridConnectorError
+from hybrid_connector.core.errors import HybridConnectorError, TransferError
 from hybrid_connector.engine import capture
 from hybrid_connector.engine.config import ConnectorConfig
-from hybrid_connector.engine.exchange import BlockIds, LoadOrder, StepOrders, StepReport
-from hybrid_connector.engine.layout import RankCaches, read_caches, tail_views
+from hybrid_connector.engine.exchange import BlockIds, LoadOrder, LoadRecord, StepOrders, StepReport
+from hybrid_connector.engine.layout import RankCaches, conv_channel_first, read_caches, tail_views
 from hybrid_connector.engine.loads import Loads
 from hybrid_connector.engine.metrics import HybridConnectorStats
 from hybrid_connector.engine.ordering import StepFence, compute_stream
@@ -39,7 +39,12 @@ class Worker:
     """The connector's half in one worker."""
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, rank: int, num_ranks: int
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: ConnectorConfig,
+        rank: int,
+        num_ranks: int,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -85,7 +90,7 @@ class Worker:
             region_address=region.address,
             memory=region.memory,
             device=region.device,
-            transport=self._transport.name,
+            transport=self._transport.kind,
             identity=self._transport.identity(),
         )
 
@@ -143,7 +148,10 @@ class Worker:
             self._loads.poll()
             time.sleep(0.001)
         if self._transport is not None:
-            self._transport.close()
+            try:
+                self._transport.close()
+            except TransferError as error:  # a stopped peer can hold a read for ever; the process ends all the same
+                logger.warning("reads still in flight at shutdown after %g s: %s", SHUTDOWN_WAIT_S, error)
             self._transport = None
 
     def _zero_tail(self, order: LoadOrder) -> None:
@@ -168,11 +176,21 @@ class Worker:
                 for view in views:
                     view.index_fill_(0, selected, 0)
 
-    def _capture_load(self, order: LoadOrder) -> None:
-        self._capture("loaded", order.remote_request_id, order.dst_block_ids, order.num_tokens)
+    def _capture_load(self, order: LoadOrder, record: LoadRecord) -> None:
+        moved = {
+            "local_request_id": order.request_id,
+            "transport": self._transport.kind if self._transport is not None else "",
+            "kind_bytes": dict(record.kind_bytes),
+            "num_descriptors": record.num_descriptors,
+            "post_s": record.post_s,
+            "transfer_s": record.transfer_s,
+        }
+        self._capture("loaded", order.remote_request_id, order.dst_block_ids, order.num_tokens, moved)
 
-    def _capture(self, what: str, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
-        """Write down what the layers of this rank hold for a request."""
+    def _capture(
+        self, what: str, request_id: str, block_ids: BlockIds, num_tokens: int, moved: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write down what the layers of this rank hold for a request, and how it moved."""
         if self._config.capture_dir is None or self._caches is None:
             return
         layout = self._caches.layout
@@ -184,10 +202,12 @@ class Worker:
             block_ids,
             num_tokens,
         )
-        meta: dict[str, Any] = {
+        meta = {
             "request_id": request_id,
             "rank": self._rank,
             "num_ranks": self._num_ranks,
             "num_tokens": num_tokens,
+            "conv_channel_first": conv_channel_first(),
+            "moved": moved,
         }
         capture.write(Path(self._config.capture_dir) / f"{what}.{request_id}.rank{self._rank}.npz", arrays, meta)

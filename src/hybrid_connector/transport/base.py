@@ -78,7 +78,14 @@ class Transport(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def kind(self) -> str:
+        """What peers must have in common: ``nixl``, ``memory``."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """This end's own name among its peers."""
+        ...
 
     def register(self, region: Region) -> None:
         """Let peers read ``region`` and reads land in it, until ``close``. Raises ``TransferError``."""

@@ -96,6 +96,10 @@ class MemoryTransport:
         fabric._join(self)
 
     @property
+    def kind(self) -> str:
+        return "memory"
+
+    @property
     def name(self) -> str:
         return self._name
 

@@ -76,6 +76,10 @@ class NixlTransport:
         self._handshake = threading.Lock()  # one peer comes or goes at a time
 
     @property
+    def kind(self) -> str:
+        return "nixl"
+
+    @property
     def name(self) -> str:
         return self._name
 

@@ -22,7 +22,7 @@ MAX_RANKS = 4096
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
-Address = Annotated[int, Meta(ge=0)]
+Address = Annotated[int, Meta(gt=0)]
 Factor = tuple[Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=1024)]]
 
 
@@ -45,9 +45,9 @@ class RankManifest(Struct, frozen=True):
         if self.layout.rank != self.rank:
             raise ValueError(f"rank {self.rank}: its layout says rank {self.layout.rank}")
         end = self.region_address + self.layout.region_bytes
-        if self.layout.region_bytes <= 0 or end >= 2**64:
+        if self.layout.region_bytes <= 0 or end > 2**63:
             raise ValueError(
-                f"rank {self.rank}: expected a region of at least one byte below 2**64, "
+                f"rank {self.rank}: expected a region of at least one byte below 2**63, "
                 f"got {self.layout.region_bytes} bytes at {self.region_address:#x}"
             )
 

@@ -1,0 +1,1 @@
+"""What the engine sees: the only layer that knows vLLM."""

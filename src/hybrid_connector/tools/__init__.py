@@ -1,0 +1,1 @@
+"""The command line and what it needs: everything here may import anything below."""
