@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid_connector.core.errors import HybridConnectorError
 from hybrid_connector.transport.base import Region
+
 from transport_suite import REGION_BYTES, Bytes, LocalRank, Outcome, Read
 
 CALL_LIMIT_S = 120.0

@@ -12,6 +12,7 @@ import pytest
 from hybrid_connector.core.errors import PeerError, TransferError, WireError
 from hybrid_connector.transport.base import Region, Transfer, TransferState, host_region
 from hybrid_connector.transport.nixl import NixlTransport
+
 from nixl_peer import NixlRank
 from transport_suite import REGION_BYTES, Rank, TransportSuite, noise, one_copy
 

@@ -12,13 +12,26 @@ from functools import cache
 from typing import Literal
 
 from hybrid_connector.core.blocks import Group, Layer, RankLayout
-from hybrid_connector.core.families import ConvSection, ElementType, attention, conv_state, gated_delta_net, split
-from hybrid_connector.core.geometry import Box, CacheTensor, Interval, Shard, StateKind, dense_shard
+from hybrid_connector.core.families import (
+    Attention,
+    ElementType,
+    Recurrent,
+    StatePage,
+    TokenPage,
+    delta_net,
+    kda,
+    linear_attention,
+    mamba1,
+    mamba2,
+    short_convolution,
+)
+from hybrid_connector.core.geometry import Shard
+
 from oracle import Request, num_pages
 
 Order = Literal["HND", "NHD", "LHBNC"]
 Placement = Literal["layer", "block", "shared"]
-Family = Literal["gdn", "kda", "mamba1", "mamba2"]
+Family = Literal["gdn", "kda", "linear", "mamba1", "mamba2", "short_conv"]
 
 BF16 = ElementType("bfloat16", 2)
 FP32 = ElementType("float32", 4)
@@ -27,14 +40,15 @@ FP32 = ElementType("float32", 4)
 @dataclass(frozen=True, slots=True)
 class Model:
     """``num_attention`` + ``num_recurrent`` layers. ``num_heads`` and ``num_groups`` belong to the recurrent ones:
-    value and key heads (GDN, KDA), heads and n_groups (Mamba2), heads only (Mamba1).
+    value and key heads (GDN), heads and n_groups (Mamba2), heads only (all others). ``family``: its name, or
+    the description of one that has none here.
     """
 
     num_attention: int = 0
     num_kv_heads: int = 1
     content: int = 2
     num_recurrent: int = 0
-    family: Family = "gdn"
+    family: Family | Recurrent = "gdn"
     num_heads: int = 1
     num_groups: int = 1
     head_dim: int = 2
@@ -135,74 +149,61 @@ def _build_rank(model: Model, storage: Storage, stage: int, rank: int) -> RankLa
 
 def _attention_page(model: Model, storage: Storage, layer: int, rank: int) -> _Page:
     name = f"layers.{layer}.attn"
-    tensor, box = attention(
-        name,
-        num_kv_heads=model.num_kv_heads,
-        content_bytes=model.content * BF16.num_bytes,
-        element=BF16,
-        page_tokens=storage.page_tokens,
-        rank=rank,
-        num_ranks=storage.num_ranks,
-    )
-    heads, tokens, content = box.shape
-    row = content * BF16.num_bytes + storage.row_padding
+    family = Attention(model.num_kv_heads, model.content, BF16)
+    item, tokens = BF16.num_bytes, storage.page_tokens
+    row = model.content * item + storage.row_padding
+    heads = -(-model.num_kv_heads // storage.num_ranks)
     if storage.order == "LHBNC":
         page = tokens * row + storage.page_padding
         all_pages = page * storage.num_blocks * storage.pages_per_block
-        shard = Shard(tensor, box, 0, (all_pages, row, BF16.num_bytes))
-        return _Page(name, (shard,), page, heads * all_pages)
+        place = TokenPage(tokens, (all_pages, row, item))
+        return _Page(name, family.shards(name, place, rank=rank, num_ranks=storage.num_ranks), page, heads * all_pages)
     strides = (tokens * row, row) if storage.order == "HND" else (row, heads * row)
-    return _Page(name, (Shard(tensor, box, 0, (*strides, BF16.num_bytes)),), heads * tokens * row, 0)
+    place = TokenPage(tokens, (*strides, item))
+    shards = family.shards(name, place, rank=rank, num_ranks=storage.num_ranks)
+    return _Page(name, shards, heads * tokens * row, 0)
 
 
 def _recurrent_page(model: Model, storage: Storage, layer: int, rank: int) -> _Page:
-    name = f"layers.{layer}.{model.family}"
-    shards = _recurrent_shards(name, model, storage, rank)
+    name = f"layers.{layer}.{model.family if isinstance(model.family, str) else 'other'}"
+    family = recurrent(model)
+    shards = family.shards(name, StatePage(storage.channel_first), rank=rank, num_ranks=storage.num_ranks)
     return _Page(name, shards, sum(shard.num_bytes for shard in shards), 0)
 
 
-def _recurrent_shards(name: str, model: Model, storage: Storage, rank: int) -> tuple[Shard, ...]:
-    if model.family == "gdn":
-        return gated_delta_net(
-            name,
-            num_key_heads=model.num_groups,
-            num_value_heads=model.num_heads,
-            key_dim=model.state_dim,
-            value_dim=model.head_dim,
-            num_taps=model.num_taps,
-            conv_element=BF16,
-            temporal_element=FP32,
-            channel_first=storage.channel_first,
-            rank=rank,
-            num_ranks=storage.num_ranks,
-        )
-    inner = (model.num_heads, model.head_dim)
-    groups = (model.num_groups, model.state_dim)
-    fused: dict[str, list[tuple[ConvSection, ...]]] = {
-        "mamba1": [(ConvSection("x", *inner),)],
-        "mamba2": [(ConvSection("x", *inner), ConvSection("B", *groups), ConvSection("C", *groups))],
-        "kda": [(ConvSection("q", *groups),), (ConvSection("k", *groups),), (ConvSection("v", *inner),)],
-    }
-    shards: list[Shard] = []
-    offset = 0
-    for sections in fused[model.family]:
-        conv = conv_state(
-            name,
-            sections,
-            num_taps=model.num_taps,
-            element=BF16,
-            offset=offset,
-            channel_first=storage.channel_first,
-            rank=rank,
-            num_ranks=storage.num_ranks,
-        )
-        shards.extend(conv)
-        offset += sum(shard.num_bytes for shard in conv)
-    shape = (model.num_heads, model.head_dim, model.state_dim)
-    temporal = CacheTensor(f"{name}.temporal", StateKind.TEMPORAL, ("head", "dim", "state"), shape, "float32", 4)
-    heads = split(model.num_heads, rank, storage.num_ranks, "heads")
-    box = Box((heads, Interval(0, model.head_dim), Interval(0, model.state_dim)))
-    return (*shards, dense_shard(temporal, box, offset))
+def recurrent(model: Model) -> Recurrent:
+    """What a recurrent layer of the model holds, all ranks together."""
+    if isinstance(model.family, Recurrent):
+        return model.family
+    heads, dim, taps = model.num_heads, model.head_dim, model.num_taps
+    elements = {"conv_element": BF16, "temporal_element": FP32}
+    match model.family:
+        case "gdn":
+            return delta_net(
+                num_key_heads=model.num_groups,
+                num_value_heads=heads,
+                key_dim=model.state_dim,
+                value_dim=dim,
+                num_taps=taps,
+                **elements,
+            )
+        case "kda":
+            return kda(num_heads=heads, head_dim=dim, num_taps=taps, **elements)
+        case "linear":
+            return linear_attention(num_heads=heads, head_dim=dim, element=FP32)
+        case "mamba1":
+            return mamba1(num_channels=heads * dim, state_dim=model.state_dim, num_taps=taps, **elements)
+        case "mamba2":
+            return mamba2(
+                num_heads=heads,
+                head_dim=dim,
+                num_groups=model.num_groups,
+                state_dim=model.state_dim,
+                num_taps=taps,
+                **elements,
+            )
+        case "short_conv":
+            return short_convolution(num_channels=heads * dim, num_taps=taps, element=BF16)
 
 
 def place(

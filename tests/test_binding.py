@@ -14,6 +14,7 @@ from hybrid_connector.core.geometry import Box, CacheTensor, Shard, StateKind, d
 from hybrid_connector.core.lowering import Run
 from hybrid_connector.core.planning import LayerPair, PageCopies, Plan, plan_transfer
 from hybrid_connector.transport.binding import Binder, BoundCopies, kind_bytes
+
 from transport_suite import BlockIds, Storage, noise, paint
 
 BF16 = ElementType("bfloat16", 2)
@@ -336,6 +337,23 @@ def test_block_ids_that_do_not_fit_are_refused(blocks: BlockIds, message: str) -
         binder.bind(blocks, good, 45)
     with pytest.raises(TransferError, match=f"^D:? {message}"):
         binder.bind(good, blocks, 45)
+
+
+def test_what_a_window_left_behind_does_not_move() -> None:
+    layout = Storage(1).layout(0)
+    binder = Binder(plan_transfer(layout, [layout]), layout, [layout])
+    whole = binder.bind(((0,), (1, 2, 3)), ((4,), (5, 6, 7)), 45)
+    rest = binder.bind(((0,), (None, 2, 3)), ((4,), (None, 6, 7)), 45)
+    kinds, left = kind_bytes(whole), kind_bytes(rest)
+    assert left[StateKind.ATTENTION] * 3 == kinds[StateKind.ATTENTION] * 2
+    assert left[StateKind.TEMPORAL] == kinds[StateKind.TEMPORAL]
+    # P may keep more than D needs, not less.
+    kept = binder.bind(((0,), (1, 2, 3)), ((4,), (None, 6, 7)), 45)
+    assert [list(copies.src) for copies in kept] == [list(copies.src) for copies in rest]
+    with pytest.raises(TransferError, match="P group 1: holds no block for pages that D needs"):
+        binder.bind(((0,), (None, 2, 3)), ((4,), (5, 6, 7)), 45)
+    with pytest.raises(TransferError, match="D group 0: expected the block of the recurrent state, got none"):
+        binder.bind(((0,), (1, 2, 3)), ((None,), (5, 6, 7)), 45)
 
 
 def test_a_block_of_d_used_twice_is_refused() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from hybrid_connector.core.blocks import Group, Layer, RankLayout
 from hybrid_connector.core.geometry import Box, CacheTensor, Shard, StateKind, dense_shard
+
 from refusals import refused
 
 KV = CacheTensor("kv", StateKind.ATTENTION, ("H", "N", "C"), (4, None, 2), "bfloat16", 2)

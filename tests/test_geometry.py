@@ -18,6 +18,7 @@ from hybrid_connector.core.geometry import (
     subtract,
     subtract_all,
 )
+
 from oracle import elements
 from refusals import refused
 

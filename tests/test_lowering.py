@@ -6,6 +6,7 @@ import pytest
 
 from hybrid_connector.core.geometry import Box, CacheTensor, Shard, StateKind, dense_shard
 from hybrid_connector.core.lowering import Copy, Loop, Run, expand, lower, merge
+
 from oracle import elements
 from refusals import refused
 

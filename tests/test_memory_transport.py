@@ -9,6 +9,7 @@ from hybrid_connector.core.errors import PeerError, TransferError
 from hybrid_connector.transport.base import Region, TransferState, Transport, host_region
 from hybrid_connector.transport.binding import BoundCopies
 from hybrid_connector.transport.memory import Fabric, MemoryTransfer, MemoryTransport
+
 from transport_suite import REGION_BYTES, LocalRank, Rank, TransportSuite, noise
 
 PENDING, DONE, FAILED = TransferState

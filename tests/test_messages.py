@@ -115,7 +115,7 @@ def test_bad_requests(name: str, change: dict[str, object], expected: str) -> No
     [
         ("granted", {"block_ids": [[-1]]}, ">= 0"),
         ("granted", {"block_ids": [[2**31]]}, "<= 2147483647"),
-        ("granted", {"block_ids": [[1.5]]}, "Expected `int`"),
+        ("granted", {"block_ids": [[1.5]]}, r"Expected `int \| null`"),
         ("granted", {"block_ids": [[]] * 257}, "length <= 256"),
         ("granted", {"num_tokens": 2**31}, "<= 2147483647"),
         ("granted", {"promise_s": -1.0}, ">= 0"),

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,16 +16,17 @@ from hypothesis import strategies as st
 
 from hybrid_connector.core.blocks import Group, Layer, RankLayout
 from hybrid_connector.core.errors import IncompatibleError
-from hybrid_connector.core.families import ConvSection, conv_state
+from hybrid_connector.core.families import Conv, ConvSection, ElementType, Recurrent, StatePage, Temporal, mamba2
 from hybrid_connector.core.geometry import Box, CacheTensor, Shard, StateKind, dense_shard
 from hybrid_connector.core.planning import PageCopies, Plan, plan_engine, plan_transfer
+
 from layouts import BF16, FP32, Family, Model, Order, Placement, Storage, build_engine, edited, place
 from oracle import Request, differences, execute, expected, fewest_runs, prefilled
 from refusals import refused
 
 TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ORDERS: tuple[Order, ...] = ("HND", "NHD", "LHBNC")
-FAMILIES: tuple[Family, ...] = ("gdn", "kda", "mamba1", "mamba2")
+FAMILIES: tuple[Family, ...] = get_args(Family)
 PLACEMENTS: tuple[Placement, ...] = ("layer", "block", "shared")
 
 Case = tuple[Model, Storage, Storage, tuple[int, int]]
@@ -86,7 +88,7 @@ def odd_page_cases() -> Iterator[Case]:
 def recurrent_cases() -> Iterator[Case]:
     """Every family, TP both ways, DS and SD on either side, placements."""
     families: list[tuple[Family, int]] = [("mamba1", 1), ("gdn", 2), ("gdn", 4), ("kda", 8)]
-    families += [("mamba2", 1), ("mamba2", 2), ("mamba2", 8)]
+    families += [("mamba2", 1), ("mamba2", 2), ("mamba2", 8), ("short_conv", 1), ("linear", 1)]
     for family, groups in families:
         model = Model(num_recurrent=2, family=family, num_heads=8, num_groups=groups)
         for src_tp, dst_tp, src_ds, dst_ds in itertools.product(
@@ -265,7 +267,7 @@ def test_a_plan_has_the_fewest_runs() -> None:
                 dst_pages = max(copies.dst_pages for copies in plan.copies)
                 assert num_runs(plan, layer) == fewest_runs(rank, srcs, layer, dst_pages), (model, src, dst)
             tried += 1
-    assert tried == 1935
+    assert tried == 2295
 
 
 def test_layers_that_look_alike_share_their_runs() -> None:
@@ -290,6 +292,44 @@ def test_d_ranks_spread_over_replicas(heads: int) -> None:
         for src in srcs:
             replicas[src.layers[0].shards[0].box].append(readers[src.rank])
         assert all(max(counts) - min(counts) <= 1 for counts in replicas.values()), (src_tp, dst_tp, readers)
+
+
+REPLICATED = Model(1, num_kv_heads=1, num_recurrent=2, family="mamba2", num_heads=8, num_groups=1)
+"""Every rank holds the attention head and the group of B and C; x and the temporal state are shared out."""
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), list(itertools.product((1, 2, 4, 8), repeat=2)))
+def test_replicas_come_from_ranks_that_are_read_anyway(src_tp: int, dst_tp: int) -> None:
+    srcs, dsts = build_engine(REPLICATED, Storage(src_tp)), build_engine(REPLICATED, Storage(dst_tp))
+    plans = plan_engine(dsts, srcs)
+    share, turns = max(1, src_tp // dst_tp), max(1, dst_tp // src_tp)
+    assert [plan.src_ranks for plan in plans] == [
+        tuple(range(rank // turns * share, rank // turns * share + share)) for rank in range(dst_tp)
+    ]
+    assert wrong_after(plans, srcs, dsts, place(srcs, dsts, 8)) == []
+    readers = Counter(copies.src_rank for plan in plans for copies in plan.copies if copies.dst_group == 0)
+    assert max(readers.values()) == turns  # D's ranks do not gather at one replica
+
+
+def test_a_rank_with_the_least_choice_goes_first() -> None:
+    """Two heads of attention on ranks 0-1 and 2-3, the latent vector of another layer on all four."""
+    model = Model(num_attention=1, num_kv_heads=2)
+    latent = Model(num_attention=2, num_kv_heads=1)
+
+    def engine(num_ranks: int) -> list[RankLayout]:
+        layouts = []
+        parts = build_engine(model, Storage(num_ranks)), build_engine(latent, Storage(num_ranks))
+        for heads, vectors in zip(*parts, strict=True):
+            other = dataclasses.replace(vectors.layers[1], offset=heads.region_bytes)
+            group = heads.groups[0]
+            size = heads.region_bytes + vectors.region_bytes
+            layouts.append(RankLayout(heads.rank, size, (group,), (other, *heads.layers)))
+        return layouts
+
+    srcs, dsts = engine(4), engine(2)
+    assert [plan.src_ranks for plan in plan_engine(dsts, srcs)] == [(0,), (3,)]
+    (dst,) = engine(1)
+    assert plan_transfer(dst, srcs).src_ranks == (0, 2)
 
 
 def test_equal_parallelism_reads_rank_from_rank() -> None:
@@ -398,16 +438,17 @@ def test_pipeline_stages_meet_by_tensor_name() -> None:
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_sharded_x_with_replicated_b_and_c(src_tp: int, dst_tp: int) -> None:
-    """CASES.md, case 1: d_inner 1536, n_groups 1, d_state 128, 3 taps."""
-    sections = ConvSection("x", 24, 64), ConvSection("B", 1, 128), ConvSection("C", 1, 128)
+    """CASES.md, case 1: d_inner 1536, n_groups 1, d_state 128, 3 taps, bf16."""
+    family = mamba2(
+        num_heads=24, head_dim=64, num_groups=1, state_dim=128, num_taps=3, conv_element=BF16, temporal_element=BF16
+    )
 
     def engine(num_ranks: int, channel_first: bool) -> tuple[RankLayout, ...]:
-        of_rank = partial(conv_state, "a", sections, num_taps=3, element=BF16, offset=0, num_ranks=num_ranks)
-        held = [of_rank(rank=rank, channel_first=channel_first) for rank in range(num_ranks)]
-        return tuple(
-            RankLayout(rank, 90_000, (Group(3),), (Layer("a", 0, 64, 16_384, shards),))
-            for rank, shards in enumerate(held)
-        )
+        layouts = []
+        for rank in range(num_ranks):
+            shards = family.shards("a", StatePage(channel_first), rank=rank, num_ranks=num_ranks)[:3]
+            layouts.append(RankLayout(rank, 90_000, (Group(3),), (Layer("a", 0, 64, 16_384, shards),)))
+        return tuple(layouts)
 
     for src_ds, dst_ds in itertools.product((True, False), repeat=2):
         srcs, dsts = engine(src_tp, src_ds), engine(dst_tp, dst_ds)
@@ -415,6 +456,22 @@ def test_sharded_x_with_replicated_b_and_c(src_tp: int, dst_tp: int) -> None:
         assert wrong_after(plans, srcs, dsts, Request(1, ((2,),), ((1,),))) == []
         if src_ds and dst_ds:
             assert max(sum(len(copies.runs) for copies in plan.copies) for plan in plans) <= 4
+
+
+def test_a_made_up_family_needs_a_description_and_nothing_else() -> None:
+    """A shared gate, a state by head, and a ring with fewer heads than there are ranks."""
+    family = Recurrent(
+        (
+            Conv((ConvSection("u", 8, 2), ConvSection("gate", 1, 5)), 4, BF16),
+            Temporal(("head", "row", "column"), (8, 3, 2), FP32),
+            Temporal(("head", "slot"), (2, 5), BF16, name="ring"),
+        )
+    )
+    model = Model(num_attention=1, num_recurrent=2, family=family)
+    for src_tp, dst_tp, src_ds, dst_ds in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (True, False), (True, False)):
+        srcs = build_engine(model, Storage(src_tp, channel_first=src_ds))
+        dsts = build_engine(model, Storage(dst_tp, channel_first=dst_ds, order="NHD"))
+        assert wrong_after(plan_engine(dsts, srcs), srcs, dsts, place(srcs, dsts, 8)) == []
 
 
 # Refusals.
@@ -456,11 +513,31 @@ def test_refuses_a_tensor_that_differs(changes: dict[str, object], message: str)
 
 def test_refuses_another_temporal_dtype() -> None:
     """CASES.md, case 17."""
-    model = Model(num_recurrent=1, num_heads=2, num_groups=1)
-    (dst,) = build_engine(model, Storage(1))
-    name = "layers.0.gdn.temporal"
-    with refused(f"{name}: element type is {BF16.name} on P, {FP32.name} on D", IncompatibleError):
-        plan_transfer(dst, [edited(dst, name, dtype=BF16.name, item_bytes=BF16.num_bytes)])
+
+    def engine(element: ElementType) -> tuple[RankLayout, ...]:
+        temporal = Temporal(("head", "value", "key"), (4, 2, 3), element)
+        return build_engine(Model(num_recurrent=1, family=Recurrent((temporal,))), Storage(2))
+
+    name = "layers.0.other.temporal"
+    for src, dst in ((FP32, BF16), (BF16, FP32)):
+        with refused(f"{name}: element type is {src.name} on P, {dst.name} on D", IncompatibleError):
+            plan_engine(engine(dst), engine(src))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_taps": 5}, "layers.0.mamba2.conv.x: shape is (16, 3) on P, (16, 5) on D"),
+        ({"num_groups": 4}, "layers.0.mamba2.conv.B: shape is (6, 3) on P, (12, 3) on D"),
+        ({"state_dim": 4}, "layers.0.mamba2.conv.B: shape is (6, 3) on P, (8, 3) on D"),
+    ],
+)
+def test_refuses_another_recurrent_geometry(changes: dict[str, int], message: str) -> None:
+    """CASES.md, case 14: taps for speculative tokens on one side only; and numbers that change no page's size."""
+    model = Model(num_recurrent=1, family="mamba2", num_heads=8, num_groups=2)
+    srcs = build_engine(model, Storage(2))
+    with refused(message, IncompatibleError):
+        plan_engine(build_engine(dataclasses.replace(model, **changes), Storage(4)), srcs)
 
 
 def test_refuses_a_box_that_p_does_not_hold() -> None:

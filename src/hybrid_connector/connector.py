@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from hybrid_connector.engine.config import decode_config
 from hybrid_connector.engine.exchange import StepOrders, StepReport
-from hybrid_connector.engine.layout import refuse_unsupported
+from hybrid_connector.engine.layout import Place, refuse_unsupported
 from hybrid_connector.engine.metrics import HybridConnectorStats
 from hybrid_connector.engine.scheduler import Scheduler
 from hybrid_connector.engine.worker import Worker
@@ -74,10 +74,16 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(vllm_config, kv_cache_config, config)
         else:
-            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+            from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-            num_ranks = vllm_config.parallel_config.tensor_parallel_size
-            self._worker = Worker(vllm_config, kv_cache_config, config, get_tensor_model_parallel_rank(), num_ranks)
+            parallel = vllm_config.parallel_config
+            place = Place(
+                pp_rank=get_pp_group().rank_in_group,
+                pp_size=parallel.pipeline_parallel_size,
+                tp_rank=get_tensor_model_parallel_rank(),
+                tp_size=parallel.tensor_parallel_size,
+            )
+            self._worker = Worker(vllm_config, kv_cache_config, config, place)
 
     @property
     def _in_scheduler(self) -> Scheduler:

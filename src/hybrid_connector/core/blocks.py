@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from hybrid_connector.core.geometry import Shard, nest
 
+BlockIds = tuple[tuple[int | None, ...], ...]
+"""A request's logical blocks, per group, in order; ``None`` where it needs no block (any more): outside a window."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

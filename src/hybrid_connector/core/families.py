@@ -1,8 +1,14 @@
 """Which boxes does a tensor-parallel rank of a model family hold?
 
-A family is a function from the model's global numbers to (tensor, box) pairs. Where the bytes lie is not its concern.
+1. ``split`` shares out units (heads, groups, channels) over ranks, or gives one unit to several ranks.
+2. ``Attention`` and ``Recurrent`` describe one layer's state as plain numbers of the whole model.
+3. Their ``shards`` place a rank's part in a page, which ``TokenPage`` and ``StatePage`` describe.
+4. A family is a function from its own vocabulary to such a description; a new one needs nothing else.
+
+Speculative decoding only adds taps. A sliding window only chooses pages. An 8-bit cache is another element type.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybrid_connector.core.geometry import Box, CacheTensor, Interval, Shard, StateKind, dense_shard
@@ -36,38 +42,68 @@ def split(extent: int, rank: int, num_ranks: int, what: str) -> Interval:
     raise ValueError(f"{extent} {what} cannot be split over {num_ranks} ranks, nor the ranks over them")
 
 
-def attention(
-    layer: str,
-    *,
-    num_kv_heads: int,
-    content_bytes: int,
-    element: ElementType,
-    page_tokens: int,
-    rank: int,
-    num_ranks: int,
-) -> tuple[CacheTensor, Box]:
-    """Paged attention K/V of one layer: axes H (``num_kv_heads`` of the model), N (tokens), C (K and V of one token).
+# Paged state: one entry per token.
 
-    GQA with fewer heads than ranks needs nothing more: equal boxes are replicas.
+
+@dataclass(frozen=True, slots=True)
+class TokenPage:
+    """How a page of tokens lies in memory: ``offset`` into the page, then bytes from head to head, token to token,
+    and element to element.
     """
-    if content_bytes % element.num_bytes:
-        raise ValueError(f"{layer}: {content_bytes} bytes per token and head are no multiple of {element}")
-    content = content_bytes // element.num_bytes
-    tensor = CacheTensor(
-        f"{layer}.kv",
-        StateKind.ATTENTION,
-        ("H", "N", "C"),
-        (num_kv_heads, None, content),
-        element.name,
-        element.num_bytes,
-    )
-    heads = split(num_kv_heads, rank, num_ranks, "KV heads")
-    return tensor, Box((heads, Interval(0, page_tokens), Interval(0, content)))
+
+    page_tokens: int
+    strides: tuple[int, int, int]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention K/V of one layer: axes H (``num_kv_heads`` of the model), N (tokens), C (K and V of one token).
+
+    GQA and MQA with fewer heads than ranks need nothing more: equal boxes are replicas.
+    """
+
+    num_kv_heads: int
+    content: int
+    element: ElementType
+
+    def shards(self, layer: str, page: TokenPage, *, rank: int, num_ranks: int) -> tuple[Shard, ...]:
+        """What rank ``rank`` of ``num_ranks`` holds. Raises ``ValueError`` where the heads cannot be shared out."""
+        tensor = CacheTensor(
+            f"{layer}.kv",
+            StateKind.ATTENTION,
+            ("H", "N", "C"),
+            (self.num_kv_heads, None, self.content),
+            self.element.name,
+            self.element.num_bytes,
+        )
+        heads = split(self.num_kv_heads, rank, num_ranks, "KV heads")
+        box = Box((heads, Interval(0, page.page_tokens), Interval(0, self.content)))
+        return (Shard(tensor, box, page.offset, page.strides),)
+
+
+def latent_attention(*, latent: int, element: ElementType) -> Attention:
+    """MLA: one vector of ``latent`` elements (compressed K/V and rotary part) per token, the same on every rank."""
+    return Attention(1, latent, element)
+
+
+# Recurrent state: one page per request.
+
+
+@dataclass(frozen=True, slots=True)
+class StatePage:
+    """How a recurrent page lies in memory: its parts follow each other from ``offset`` on, without gaps.
+
+    ``channel_first``: conv states are (channels, taps) (vLLM's DS), else (taps, channels) (SD).
+    """
+
+    channel_first: bool
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ConvSection:
-    """One independently sharded part of a short convolution's channels, in units of ``unit`` channels (a head)."""
+    """One independently sharded part of a short convolution: ``num_units`` heads or groups of ``unit`` channels."""
 
     name: str
     num_units: int
@@ -78,39 +114,188 @@ class ConvSection:
         return Interval(units.start * self.unit, units.stop * self.unit)
 
 
-def conv_state(
-    layer: str,
-    sections: tuple[ConvSection, ...],
+@dataclass(frozen=True, slots=True)
+class Conv:
+    """The last ``num_taps`` inputs of a short convolution; its sections lie side by side along the channels."""
+
+    sections: tuple[ConvSection, ...]
+    num_taps: int
+    element: ElementType
+
+    def shape(self, page: StatePage, rank: int, num_ranks: int) -> tuple[int, ...]:
+        num_channels = sum(len(section.channels(rank, num_ranks)) for section in self.sections)
+        return (num_channels, self.num_taps) if page.channel_first else (self.num_taps, num_channels)
+
+    def shards(self, layer: str, page: StatePage, rank: int, num_ranks: int) -> Iterator[Shard]:
+        """One shard per section, as each is shared out on its own."""
+        item = self.element.num_bytes
+        _, inner = self.shape(page, rank, num_ranks)
+        channel_stride, tap_stride = (item * inner, item) if page.channel_first else (item, item * inner)
+        offset = page.offset
+        for section in self.sections:
+            channels = section.channels(rank, num_ranks)
+            tensor = CacheTensor(
+                f"{layer}.conv.{section.name}",
+                StateKind.CONV,
+                ("channel", "tap"),
+                (section.num_units * section.unit, self.num_taps),
+                self.element.name,
+                item,
+            )
+            box = Box((channels, Interval(0, self.num_taps)))
+            yield Shard(tensor, box, offset, (channel_stride, tap_stride))
+            offset += len(channels) * channel_stride
+
+
+@dataclass(frozen=True, slots=True)
+class Temporal:
+    """A dense state whose first axis (heads, channels) is shared out over the ranks.
+
+    ``extents`` are the whole model's; ``name`` tells several states of one layer apart.
+    """
+
+    axes: tuple[str, ...]
+    extents: tuple[int, ...]
+    element: ElementType
+    name: str = "temporal"
+
+    def shape(self, page: StatePage, rank: int, num_ranks: int) -> tuple[int, ...]:
+        return (len(split(self.extents[0], rank, num_ranks, f"{self.name} {self.axes[0]}s")), *self.extents[1:])
+
+    def shards(self, layer: str, page: StatePage, rank: int, num_ranks: int) -> Iterator[Shard]:
+        tensor = CacheTensor(
+            f"{layer}.{self.name}",
+            StateKind.TEMPORAL,
+            self.axes,
+            self.extents,
+            self.element.name,
+            self.element.num_bytes,
+        )
+        held = split(self.extents[0], rank, num_ranks, f"{self.name} {self.axes[0]}s")
+        yield dense_shard(tensor, Box((held, *(Interval(0, extent) for extent in self.extents[1:]))), page.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """The state of one recurrent layer: its parts in the order in which they lie in a page."""
+
+    parts: tuple[Conv | Temporal, ...]
+
+    def shapes(self, page: StatePage, *, rank: int, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+        """The shape of each part on a rank: what vLLM calls ``MambaSpec.shapes``."""
+        return tuple(part.shape(page, rank, num_ranks) for part in self.parts)
+
+    def shards(self, layer: str, page: StatePage, *, rank: int, num_ranks: int) -> tuple[Shard, ...]:
+        """What rank ``rank`` of ``num_ranks`` holds. Raises ``ValueError`` where a part cannot be shared out."""
+        held: list[Shard] = []
+        for part in self.parts:
+            offset = page.offset + sum(shard.num_bytes for shard in held)
+            held.extend(part.shards(layer, StatePage(page.channel_first, offset), rank, num_ranks))
+        return tuple(held)
+
+
+def mamba1(
+    *, num_channels: int, state_dim: int, num_taps: int, conv_element: ElementType, temporal_element: ElementType
+) -> Recurrent:
+    """Conv section x, then the temporal state (channels, state)."""
+    return Recurrent(
+        (
+            Conv((ConvSection("x", num_channels, 1),), num_taps, conv_element),
+            Temporal(("channel", "state"), (num_channels, state_dim), temporal_element),
+        )
+    )
+
+
+def mamba2(
     *,
+    num_heads: int,
+    head_dim: int,
+    num_groups: int,
+    state_dim: int,
     num_taps: int,
+    conv_element: ElementType,
+    temporal_element: ElementType,
+) -> Recurrent:
+    """Conv sections x (heads), B and C (groups), then the temporal state (heads, head_dim, state).
+
+    A group serves consecutive heads, so with fewer groups than ranks each rank holds the one that its heads need.
+    """
+    groups = (num_groups, state_dim)
+    sections = ConvSection("x", num_heads, head_dim), ConvSection("B", *groups), ConvSection("C", *groups)
+    return Recurrent(
+        (
+            Conv(sections, num_taps, conv_element),
+            Temporal(("head", "dim", "state"), (num_heads, head_dim, state_dim), temporal_element),
+        )
+    )
+
+
+def delta_net(
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    num_taps: int,
+    conv_element: ElementType,
+    temporal_element: ElementType,
+) -> Recurrent:
+    """Gated delta net: conv sections q, k, v, then the temporal state (value heads, value_dim, key_dim)."""
+    keys = (num_key_heads, key_dim)
+    sections = ConvSection("q", *keys), ConvSection("k", *keys), ConvSection("v", num_value_heads, value_dim)
+    return Recurrent(
+        (
+            Conv(sections, num_taps, conv_element),
+            Temporal(("head", "value", "key"), (num_value_heads, value_dim, key_dim), temporal_element),
+        )
+    )
+
+
+def kda(
+    *, num_heads: int, head_dim: int, num_taps: int, conv_element: ElementType, temporal_element: ElementType
+) -> Recurrent:
+    """KDA: the same tensors as a gated delta net, with as many key heads as value heads and one dimension."""
+    return delta_net(
+        num_key_heads=num_heads,
+        num_value_heads=num_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        num_taps=num_taps,
+        conv_element=conv_element,
+        temporal_element=temporal_element,
+    )
+
+
+def short_convolution(*, num_channels: int, num_taps: int, element: ElementType) -> Recurrent:
+    """A gated short convolution alone: conv section x, no temporal state."""
+    return Recurrent((Conv((ConvSection("x", num_channels, 1),), num_taps, element),))
+
+
+def linear_attention(*, num_heads: int, head_dim: int, element: ElementType) -> Recurrent:
+    """Linear attention without a convolution: the temporal state (heads, head_dim, head_dim)."""
+    return Recurrent((Temporal(("head", "value", "key"), (num_heads, head_dim, head_dim), element),))
+
+
+# Until engine/layout.py speaks of descriptions.
+
+
+def attention(
+    layer: str,
+    *,
+    num_kv_heads: int,
+    content_bytes: int,
     element: ElementType,
-    offset: int,
-    channel_first: bool,
+    page_tokens: int,
     rank: int,
     num_ranks: int,
-) -> tuple[Shard, ...]:
-    """The conv state of one layer, a shard per section; the sections lie one after the other along the channels.
-
-    ``channel_first``: memory is (channels, taps) (vLLM's DS), else (taps, channels) (SD).
-    ``offset``: bytes into the page.
-    """
-    held = [section.channels(rank, num_ranks) for section in sections]
-    row = element.num_bytes if not channel_first else element.num_bytes * num_taps
-    num_channels = sum(map(len, held))
-    strides = (row, element.num_bytes) if channel_first else (row, element.num_bytes * num_channels)
-    shards = []
-    for section, channels in zip(sections, held, strict=True):
-        tensor = CacheTensor(
-            f"{layer}.conv.{section.name}",
-            StateKind.CONV,
-            ("channel", "tap"),
-            (section.num_units * section.unit, num_taps),
-            element.name,
-            element.num_bytes,
-        )
-        shards.append(Shard(tensor, Box((channels, Interval(0, num_taps))), offset, strides))
-        offset += len(channels) * row
-    return tuple(shards)
+) -> tuple[CacheTensor, Box]:
+    """The tensor and the box of ``Attention``, without strides."""
+    if content_bytes % element.num_bytes:
+        raise ValueError(f"{layer}: {content_bytes} bytes per token and head are no multiple of {element}")
+    content = content_bytes // element.num_bytes
+    page = TokenPage(page_tokens, (page_tokens * content_bytes, content_bytes, element.num_bytes))
+    (shard,) = Attention(num_kv_heads, content, element).shards(layer, page, rank=rank, num_ranks=num_ranks)
+    return shard.tensor, shard.box
 
 
 def gated_delta_net(
@@ -127,30 +312,14 @@ def gated_delta_net(
     rank: int,
     num_ranks: int,
 ) -> tuple[Shard, ...]:
-    """Gated delta net: conv sections q, k, v, then the temporal state (value heads, value_dim, key_dim)."""
-    sections = (
-        ConvSection("q", num_key_heads, key_dim),
-        ConvSection("k", num_key_heads, key_dim),
-        ConvSection("v", num_value_heads, value_dim),
-    )
-    conv = conv_state(
-        layer,
-        sections,
+    """The shards of ``delta_net``."""
+    family = delta_net(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
         num_taps=num_taps,
-        element=conv_element,
-        offset=0,
-        channel_first=channel_first,
-        rank=rank,
-        num_ranks=num_ranks,
+        conv_element=conv_element,
+        temporal_element=temporal_element,
     )
-    temporal = CacheTensor(
-        f"{layer}.temporal",
-        StateKind.TEMPORAL,
-        ("head", "value", "key"),
-        (num_value_heads, value_dim, key_dim),
-        temporal_element.name,
-        temporal_element.num_bytes,
-    )
-    heads = split(num_value_heads, rank, num_ranks, "value heads")
-    box = Box((heads, Interval(0, value_dim), Interval(0, key_dim)))
-    return (*conv, dense_shard(temporal, box, offset=sum(shard.num_bytes for shard in conv)))
+    return family.shards(layer, StatePage(channel_first), rank=rank, num_ranks=num_ranks)

@@ -11,8 +11,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from hybrid_connector.core.blocks import BlockIds
+
 REMEMBERED_LEASES = 4096
 """Ended leases whose end P can still name; an older one is answered with "unknown"."""
+
+MAX_CLOCK_DRIFT = 1e-3
+"""By how much D's clock may run slower than P's: NTP slews a clock by at most 500 ppm, so 1000 between two."""
 
 
 class LeaseRefusal(StrEnum):
@@ -32,7 +37,7 @@ class Lease:
 
     request_id: str
     token: str
-    block_ids: tuple[tuple[int, ...], ...]
+    block_ids: BlockIds
     num_tokens: int
     seal_step: int
     expires_at: float
@@ -44,7 +49,7 @@ class Lease:
 class LeaseGrant:
     """What the holder of a lease may read, and for how long P promises to keep it."""
 
-    block_ids: tuple[tuple[int, ...], ...]
+    block_ids: BlockIds
     num_tokens: int
     promise_s: float
 
@@ -70,7 +75,7 @@ class LeaseTable:
         self,
         request_id: str,
         token: str,
-        block_ids: tuple[tuple[int, ...], ...],
+        block_ids: BlockIds,
         num_tokens: int,
         seal_step: int,
         now: float,
@@ -165,8 +170,8 @@ class Hold:
 
     @classmethod
     def since(cls, asked_at: float, promise_s: float) -> "Hold":
-        """A promise counts from before the question was sent, so no clocks are compared."""
-        return cls(promise_s, asked_at + promise_s)
+        """A promise counts from before the question was sent, so clocks must agree in their rates only."""
+        return cls(promise_s, asked_at + promise_s * (1 - MAX_CLOCK_DRIFT))
 
     def is_valid(self, now: float) -> bool:
         return now < self.expires_at

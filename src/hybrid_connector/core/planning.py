@@ -1,16 +1,17 @@
 """From which rank does each byte of a D rank come?
 
 1. Refuse tensors that are missing, or differ in shape or element type (``IncompatibleError``).
-2. For every D tensor, cover its box with the P ranks' boxes, each byte once; replicas take turns by D rank.
-3. Pages of different length repeat their pattern after a period (their least common multiple of tokens).
-4. Lower each piece to runs, join the runs of a page, and share the result among layers that look alike.
+2. For every D tensor, tile its box with the P ranks' boxes, each byte once.
+3. Of replicas, read one on a rank that is read anyway; where there is none, D's ranks take turns.
+4. Pages of different length repeat their pattern after a period (their least common multiple of tokens).
+5. Lower each piece to runs, join the runs of a page, and share the result among layers that look alike.
 
 A plan holds no addresses and no block ids; ``transport.binding`` adds them per request.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_connector.core.blocks import Layer, RankLayout
@@ -79,6 +80,20 @@ class _Holder:
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a D page (request coordinates), and the P page of the same period that every replica has it in."""
+
+    replicas: tuple[_Holder, ...]
+    src_page: int
+    dst_page: int
+    box: Box
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(holder.source.rank for holder in self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
 class _Match:
     """A D layer, the P shards of each of its tensors, and the P layers those lie in."""
 
@@ -110,7 +125,16 @@ def plan_transfer(dst: RankLayout, srcs: Sequence[RankLayout]) -> Plan:
     for layer in dst.layers:
         match = _match(layer, holders)
         alike[_look(match)].append(match)
-    return Plan(dst.rank, tuple(copies for matches in alike.values() for copies in _plan_alike(dst.rank, matches)))
+    tilings = [_tile(matches[0]) for matches in alike.values()]
+    ranks = _choose_ranks(dst.rank, (piece.ranks for tiling in tilings for pieces in tiling for piece in pieces))
+    return Plan(
+        dst.rank,
+        tuple(
+            copies
+            for matches, tiling in zip(alike.values(), tilings, strict=True)
+            for copies in _plan_alike(matches, tiling, dst.rank, ranks)
+        ),
+    )
 
 
 def _holders_by_name(srcs: Sequence[RankLayout]) -> dict[str, list[_Holder]]:
@@ -168,20 +192,57 @@ def _look(match: _Match) -> tuple[object, ...]:
     )
 
 
-def _plan_alike(dst_rank: int, matches: Sequence[_Match]) -> Iterator[PageCopies]:
-    """The copies of D layers that look alike, one for each P layer that such a layer reads from."""
+def _tile(match: _Match) -> tuple[tuple[_Piece, ...], ...]:
+    """For each tensor of a D layer, what fills the D pages of one period."""
+    tiling = []
+    for shard, holders in zip(match.layer.shards, match.held, strict=True):
+        _, dst_pages = _period(shard, holders)
+        replicas = _replicas(holders)
+        tiling.append(tuple(piece for page in range(dst_pages) for piece in _cover(shard, page, replicas)))
+    return tuple(tiling)
+
+
+def _replicas(holders: Sequence[_Holder]) -> tuple[tuple[_Holder, ...], ...]:
+    """The holders by the box they hold, each in order of rank."""
+    by_box: dict[Box, list[_Holder]] = defaultdict(list)
+    for holder in holders:
+        by_box[holder.shard.box].append(holder)
+    return tuple(tuple(sorted(group, key=lambda holder: holder.source.rank)) for group in by_box.values())
+
+
+def _choose_ranks(turn: int, needs: Iterable[tuple[int, ...]]) -> frozenset[int]:
+    """P ranks, few of them, that hold a replica for each of ``needs`` (ranks that will do, ascending).
+
+    Whoever has the least choice goes first; a need that no chosen rank meets takes its number ``turn`` (modulo).
+    """
+    chosen: set[int] = set()
+    for ranks in sorted(set(needs), key=lambda ranks: (len(ranks), ranks)):
+        if chosen.isdisjoint(ranks):
+            chosen.add(ranks[turn % len(ranks)])
+    return frozenset(chosen)
+
+
+def _plan_alike(
+    matches: Sequence[_Match], tiling: Sequence[Sequence[_Piece]], turn: int, ranks: frozenset[int]
+) -> Iterator[PageCopies]:
+    """The copies of D layers that look alike, one for each P layer that such a layer reads from.
+
+    ``tiling`` is the first layer's. Of replicas on several of ``ranks``, number ``turn`` (modulo) is read.
+    """
     layer, held, sources = matches[0].layer, matches[0].held, matches[0].sources
     runs: dict[_Source, list[Run]] = defaultdict(list)
     kinds: dict[_Source, dict[StateKind, int]] = defaultdict(lambda: defaultdict(int))
     periods: dict[_Source, tuple[int, int]] = {}
-    for shard, holders in zip(layer.shards, held, strict=True):
-        src_pages, dst_pages = _period(shard, holders)
-        for dst_page in range(dst_pages):
-            for holder, src_page, box in _cover(shard, dst_page, holders, dst_rank):
-                copy = lower(holder.shard, _local(holder.shard, box, src_page), shard, _local(shard, box, dst_page))
-                runs[holder.source].extend(expand(copy, src_page, dst_page))
-                kinds[holder.source][shard.tensor.kind] += box.volume * shard.tensor.item_bytes
-                periods[holder.source] = src_pages, dst_pages
+    for shard, holders, pieces in zip(layer.shards, held, tiling, strict=True):
+        period = _period(shard, holders)
+        for piece in pieces:
+            read = [holder for holder in piece.replicas if holder.source.rank in ranks]
+            holder = read[turn % len(read)]
+            src_box, dst_box = _local(holder.shard, piece.box, piece.src_page), _local(shard, piece.box, piece.dst_page)
+            copy = lower(holder.shard, src_box, shard, dst_box)
+            runs[holder.source].extend(expand(copy, piece.src_page, piece.dst_page))
+            kinds[holder.source][shard.tensor.kind] += piece.box.volume * shard.tensor.item_bytes
+            periods[holder.source] = period
     for number, source in enumerate(sources):
         if source in runs:
             yield PageCopies(
@@ -216,36 +277,31 @@ def _period(shard: Shard, holders: Sequence[_Holder]) -> tuple[int, int]:
     return pages
 
 
-def _cover(shard: Shard, dst_page: int, holders: Sequence[_Holder], turn: int) -> list[tuple[_Holder, int, Box]]:
-    """Tile one D page with parts of P pages: holder, P page in the period, and the part (request coordinates).
+def _cover(shard: Shard, dst_page: int, replicas: Sequence[tuple[_Holder, ...]]) -> Iterator[_Piece]:
+    """Tile one D page with parts of P pages.
 
-    The parts are disjoint by construction and complete or refused. Of replicas, number ``turn`` (modulo) is read.
+    The parts are disjoint by construction and complete or refused.
     """
-    replicas: dict[Box, list[_Holder]] = defaultdict(list)
-    for holder in holders:
-        replicas[holder.shard.box].append(holder)
     want = shard.box_at(dst_page)
+    first, last = (dst_page * shard.page_extent + i for i in (0, shard.page_extent - 1))
     offers = []
-    for group in replicas.values():
-        holder = group[turn % len(group)]
-        page_extent = holder.shard.page_extent
-        first, last = (dst_page * shard.page_extent + i for i in (0, shard.page_extent - 1))
+    for group in replicas:
+        held, page_extent = group[0].shard, group[0].shard.page_extent
         for src_page in range(first // page_extent, last // page_extent + 1):
-            if (common := intersect(holder.shard.box_at(src_page), want)) is not None:
-                offers.append((holder, src_page, common))
-    offers.sort(key=lambda offer: (-offer[2].volume, offer[1], offer[0].source.rank))
+            if (common := intersect(held.box_at(src_page), want)) is not None:
+                offers.append((group, src_page, common))
+    offers.sort(key=lambda offer: (-offer[2].volume, offer[1], offer[0][0].source.rank))
     missing: tuple[Box, ...] = (want,)
-    pieces: list[tuple[_Holder, int, Box]] = []
-    for holder, src_page, offered in offers:
-        parts = [part for hole in missing if (part := intersect(hole, offered)) is not None]
-        pieces.extend((holder, src_page, part) for part in parts)
+    for group, src_page, offered in offers:
+        for hole in missing:
+            if (part := intersect(hole, offered)) is not None:
+                yield _Piece(group, src_page, dst_page, part)
         missing = subtract_all(missing, offered)
     if missing:
-        have = "; ".join(sorted(str(holder.shard.box) for holder in holders))
+        have = "; ".join(sorted(str(holder.shard.box) for group in replicas for holder in group))
         raise IncompatibleError(
             f"{shard.tensor.name} ({', '.join(shard.tensor.axes)}): P's ranks hold {have}, D needs {missing[0]}"
         )
-    return pieces
 
 
 def _local(shard: Shard, box: Box, page: int) -> Box:

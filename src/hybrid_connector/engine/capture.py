@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybrid_connector.core.blocks import BlockIds
+
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -29,7 +31,7 @@ def gather(
     layer_caches: Mapping[str, Any],
     groups: Mapping[str, int],
     pages_per_block: Sequence[int],
-    block_ids: tuple[tuple[int, ...], ...],
+    block_ids: BlockIds,
     num_tokens: int,
 ) -> dict[str, ByteArray]:
     """The state of one request's first ``num_tokens`` tokens.
@@ -42,8 +44,11 @@ def gather(
         ids = block_ids[group]
         if isinstance(cache, torch.Tensor):
             per_block = pages_per_block[group]
-            pages = [block * per_block + page for block in ids for page in range(per_block)]
-            rows = cache[pages[: -(-num_tokens // cache.shape[2])]].transpose(0, 1)
+            num_pages = -(-num_tokens // cache.shape[2])
+            held = [block * per_block + page for block in ids if block is not None for page in range(per_block)]
+            # What a sliding window has left behind stands before what it still holds.
+            left_behind = per_block * sum(block is None for block in ids)
+            rows = cache[held[: num_pages - left_behind]].transpose(0, 1)
             arrays[f"{name}|kv"] = _as_bytes(rows.reshape(rows.shape[0], -1, rows.shape[-1]))
         else:
             for index, state in enumerate(cache):

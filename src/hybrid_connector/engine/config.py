@@ -14,8 +14,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Options of the connector, with their defaults.
 
     lease_s: seconds P keeps a finished request's blocks for its reader; renewed while the reader waits.
-    handshake_timeout_s: seconds D waits for a peer's answer to a handshake.
-    acquire_timeout_s: seconds from a request's arrival on D until its grant must have come.
+    handshake_timeout_s: seconds D waits for a peer's answer before it asks again.
+    acquire_timeout_s: seconds from a request's arrival on D until its grant must have come; D asks again until then.
     allow_insecure_side_channel: serve beyond loopback without a shared secret.
     model_id: a name for the weights that P and D must agree on, where the config and revision do not tell them apart.
     capture_dir: write the transferred state of every request here, on P and on D (debugging; slow).

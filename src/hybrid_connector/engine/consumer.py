@@ -2,7 +2,7 @@
 
 1. ``acquire`` starts in the background when a request arrives: handshake once per peer, then Acquire.
 2. ``status`` tells the scheduler where it stands; by the time blocks are allocated the grant is normally there.
-3. ``tick`` renews grants that are held, repeats what was answered with "not yet" and gives up after a deadline.
+3. ``tick`` renews grants that are held, repeats what was not answered, or with "not yet", and gives up at a deadline.
 4. ``release`` gives the lease back: read, failed or no longer wanted.
 
 Every promise counts on this process's clock from before the question was sent. One lock guards the state;
@@ -15,11 +15,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybrid_connector.core.errors import HybridConnectorError, IncompatibleError
+from hybrid_connector.core.blocks import BlockIds
+from hybrid_connector.core.errors import HybridConnectorError, IncompatibleError, PeerError
 from hybrid_connector.core.leases import Hold
 from hybrid_connector.core.planning import plan_engine
 from hybrid_connector.engine.config import ConnectorConfig
@@ -29,7 +30,6 @@ from hybrid_connector.wire.messages import (
     Acquire,
     Granted,
     Hello,
-    RefusalReason,
     Refused,
     Release,
     Renew,
@@ -47,7 +47,16 @@ TICK_S = 0.05
 """Between two looks at retries and renewals: an upper bound on how late one is noticed."""
 
 REFUSED_PEER_S = 5.0
-"""How long the outcome of a failed handshake answers for later requests to the same peer."""
+"""How long a refused handshake answers for later requests to the same peer. One that nobody answered does not."""
+
+RETRY_S = 0.1
+"""From one question to the next where the first was not answered: what fails at once is not asked without a break."""
+
+CLOSE_WAIT_S = 1.0
+"""How long ``close`` waits for answers to its releases: one that is not sent costs P the lease's whole time."""
+
+_MAX_CHARS = {"remote_engine_id": 512, "remote_request_id": 512, "remote_lease_token": 128, "remote_host": 255}
+"""What the messages, and the side channel, can hold."""
 
 
 class Caller(Protocol):
@@ -67,23 +76,33 @@ class RemoteRequest:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> "RemoteRequest":
-        """Read the keys. Raises ``HybridConnectorError`` naming the first that is missing or of another type."""
-
-        def field_of(key: str, kind: type) -> Any:
-            value = params.get(key)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise HybridConnectorError(f"kv_transfer_params.{key}: expected {kind.__name__}, got {value!r:.100}")
-            return value
-
-        port = field_of("remote_port", int)
+        """Read the keys. Raises ``HybridConnectorError`` naming the first that is missing or cannot be used."""
+        port = params.get("remote_port")
+        if not isinstance(port, int) or isinstance(port, bool):
+            raise _unusable("remote_port", "int", port)
         if not 0 < port < 65536:
-            raise HybridConnectorError(f"kv_transfer_params.remote_port: expected 1 to 65535, got {port}")
-        return cls(
-            field_of("remote_engine_id", str),
-            field_of("remote_request_id", str),
-            field_of("remote_lease_token", str),
-            (field_of("remote_host", str), port),
-        )
+            raise _unusable("remote_port", "1 to 65535", port)
+        engine_id, request_id, token, host = (_text(params, key) for key in _MAX_CHARS)
+        if not host.isprintable():
+            raise _unusable("remote_host", "printable characters", host)
+        return cls(engine_id, request_id, token, (host, port))
+
+
+def _text(params: Mapping[str, Any], key: str) -> str:
+    value = params.get(key)
+    if not isinstance(value, str):
+        raise _unusable(key, "str", value)
+    if not 0 < len(value) <= _MAX_CHARS[key]:
+        raise _unusable(key, f"1 to {_MAX_CHARS[key]} characters", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _unusable(key, "Unicode", value) from error
+    return value
+
+
+def _unusable(key: str, expected: str, value: object) -> HybridConnectorError:
+    return HybridConnectorError(f"kv_transfer_params.{key}: expected {expected}, got {value!a:.100}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +115,7 @@ class Held:
     """The blocks may be read as long as the grant is kept."""
 
     manifest: EngineManifest
-    block_ids: tuple[tuple[int, ...], ...]
+    block_ids: BlockIds
     num_tokens: int
 
 
@@ -112,26 +131,35 @@ Status = Pending | Held | Lost
 
 @dataclass(slots=True)
 class _Peer:
-    """What a handshake with an address gave: a manifest, or a refusal that answers for a while."""
+    """What handshakes with an address gave: a manifest, or a refusal that answers for a while, or nothing yet.
+
+    ``asking``: the last of ``num_hellos`` has not ended. ``problem``: why the last one came to nothing.
+    """
 
     manifest: EngineManifest | None = None
-    refusal: str | None = None
-    answered_at: float = float("-inf")
+    refused_until: float = float("-inf")
     asking: bool = False
+    num_hellos: int = 0
+    problem: str = ""
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """One request's way to a grant."""
+    """One request's way to a grant.
+
+    ``hellos_before``: its peer's ``num_hellos`` when it came. ``retry_at``: when to ask again what was asked in vain.
+    ``problem``: why it was in vain.
+    """
 
     remote: RemoteRequest
-    asked_at: float
     deadline: float
+    hellos_before: int
     holder: str = field(default_factory=lambda: secrets.token_hex(8))
     status: Status = Pending()
     hold: Hold | None = None
     asking: bool = False
     retry_at: float | None = None
+    problem: str = ""
 
 
 class Consumer:
@@ -145,6 +173,7 @@ class Consumer:
         self._local: EngineManifest | None = None
         self._peers: dict[Address, _Peer] = {}
         self._wanted: dict[str, _Wanted] = {}
+        self._releasing: set[Future[Reply]] = set()
         self._stop = threading.Event()
         self._ticker: threading.Thread | None = None
         self.counts: Counter[str] = Counter()
@@ -158,19 +187,22 @@ class Consumer:
         self._ticker = threading.Thread(target=self._run, name="hybrid-connector-leases", daemon=True)
         self._ticker.start()
 
-    def close(self) -> None:
-        """Give back every lease and stop ticking."""
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Stop ticking and give back every lease; waits ``wait_s`` at most for peers to answer."""
         self._stop.set()
         if self._ticker is not None:
             self._ticker.join()
-        for request_id in list(self._wanted):
-            self.release(request_id)
+        with self._lock:
+            for request_id in list(self._wanted):
+                self.release(request_id)
+            releasing = list(self._releasing)
+        wait(releasing, wait_s)  # without the lock: the answers need it
 
     def acquire(self, request_id: str, remote: RemoteRequest) -> None:
         """Start to acquire what ``remote`` names for the local request."""
         with self._lock:
-            now = self._clock()
-            wanted = _Wanted(remote, now, now + self._config.acquire_timeout_s)
+            peer = self._peers.setdefault(remote.address, _Peer())
+            wanted = _Wanted(remote, self._clock() + self._config.acquire_timeout_s, peer.num_hellos)
             self._wanted[request_id] = wanted
             self._advance(request_id, wanted)
 
@@ -192,6 +224,7 @@ class Consumer:
             remote = wanted.remote
             # Sent after a pending Acquire on the same socket, so P sees them in this order.
             future = self._call(remote.address, Release(remote.request_id, remote.token, wanted.holder))
+            self._releasing.add(future)
             future.add_done_callback(self._on_released)
 
     def tick(self) -> None:
@@ -200,15 +233,16 @@ class Consumer:
             now = self._clock()
             for request_id, wanted in list(self._wanted.items()):
                 self._check_hold(wanted)
+                may_ask = not wanted.asking and (wanted.retry_at is None or now >= wanted.retry_at)
                 if isinstance(wanted.status, Held):
-                    if wanted.hold is not None and wanted.hold.should_renew(now) and not wanted.asking:
-                        self._renew(request_id, wanted)
+                    if may_ask and wanted.hold is not None and wanted.hold.should_renew(now):
+                        self._renew(request_id, wanted, wanted.hold.promise_s)
                 elif isinstance(wanted.status, Pending):
                     if now >= wanted.deadline:
-                        host, port = wanted.remote.address
-                        self._lose(wanted, f"no grant from {host}:{port} within {self._config.acquire_timeout_s:g} s")
-                    elif wanted.retry_at is not None and now >= wanted.retry_at:
+                        self._give_up(wanted)
+                    elif may_ask and wanted.retry_at is not None:
                         self._advance(request_id, wanted)
+            self._forget_peers(now)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -217,24 +251,35 @@ class Consumer:
             except Exception:
                 logger.exception("renewing leases failed; trying again")
 
-    def _call(self, address: Address, request: Request) -> "Future[Reply]":
-        return self._caller.call(address, request, self._config.handshake_timeout_s)
+    def _call(self, address: Address, request: Request, timeout_s: float | None = None) -> "Future[Reply]":
+        return self._caller.call(address, request, timeout_s or self._config.handshake_timeout_s)
+
+    def _give_up(self, wanted: _Wanted) -> None:
+        host, port = wanted.remote.address
+        why = f": {wanted.problem}" if wanted.problem else ""
+        self._lose(wanted, f"no grant from {host}:{port} within {self._config.acquire_timeout_s:g} s{why}")
+
+    def _forget_peers(self, now: float) -> None:
+        """Clients name addresses, so those where nobody answered as a peer must not pile up."""
+        needed = {wanted.remote.address for wanted in self._wanted.values()}
+        for address, peer in list(self._peers.items()):
+            if peer.manifest is None and not peer.asking and now >= peer.refused_until and address not in needed:
+                del self._peers[address]
 
     def _advance(self, request_id: str, wanted: _Wanted) -> None:
-        """Ask the next question on the way to a grant."""
+        """Ask the next question on the way to a grant; waits for a handshake that is under way."""
         wanted.retry_at = None
-        peer = self._peers.setdefault(wanted.remote.address, _Peer())
-        if peer.refusal is not None and self._clock() - peer.answered_at < REFUSED_PEER_S:
-            self._lose(wanted, peer.refusal)
-        elif peer.manifest is None:
-            self._handshake(wanted.remote.address, peer)
-        elif not peer.asking:
-            self._ask_grant(request_id, wanted, peer.manifest)
-
-    def _shake_again_or_lose(self, wanted: _Wanted, reason: str) -> None:
-        """What P said does not fit the manifest: P may have restarted, so ask for a new one, once per request."""
         peer = self._peers[wanted.remote.address]
-        if peer.answered_at >= wanted.asked_at:
+        if peer.manifest is not None:
+            self._ask_grant(request_id, wanted, peer, peer.manifest)
+        elif self._clock() < peer.refused_until:
+            self._lose(wanted, peer.problem)
+        else:
+            self._handshake(wanted.remote.address, peer)
+
+    def _shake_again_or_lose(self, wanted: _Wanted, peer: _Peer, reason: str) -> None:
+        """What P said does not fit the manifest: P may have restarted, so ask for a new one, once per request."""
+        if peer.num_hellos > wanted.hellos_before:
             self._lose(wanted, reason)
         else:
             self._handshake(wanted.remote.address, peer)
@@ -242,35 +287,49 @@ class Consumer:
     def _handshake(self, address: Address, peer: _Peer) -> None:
         if peer.asking:
             return
-        peer.asking, peer.manifest, peer.refusal = True, None, None
+        peer.asking, peer.manifest = True, None
+        peer.num_hellos += 1
         self.counts["handshakes"] += 1
+        asked_at = self._clock()
         future = self._call(address, Hello(PROTOCOL_VERSION))
-        future.add_done_callback(lambda done: self._on_welcome(address, done))
+        future.add_done_callback(lambda done: self._on_welcome(address, asked_at, done))
 
-    def _on_welcome(self, address: Address, done: "Future[Reply]") -> None:
-        manifest, refusal = None, None
+    def _on_welcome(self, address: Address, asked_at: float, done: "Future[Reply]") -> None:
+        """Ends in a manifest, in a refusal, or where P may answer better later, in a time to ask again."""
+        at = f"{address[0]}:{address[1]}"
+        manifest, problem, retry_at = None, "", None
         try:
             reply = done.result()
             if isinstance(reply, Welcome):
                 self._refuse_incompatible(reply.manifest)
                 manifest = reply.manifest
             elif isinstance(reply, Refused):
-                refusal = f"handshake refused by {address[0]}:{address[1]}: {reply.reason}: {reply.detail}"
+                problem = f"handshake refused by {at}: {reply.reason}: {reply.detail}"
+                retry_at = None if reply.retry_after_s is None else self._clock() + reply.retry_after_s
             else:
-                refusal = f"{address[0]}:{address[1]} answered a handshake with {type(reply).__name__}"
+                problem = f"{at} answered a handshake with {type(reply).__name__}"
+        except PeerError as error:
+            problem, retry_at = f"handshake with {at} failed: {error}", asked_at + RETRY_S
         except IncompatibleError as error:
-            refusal = f"engine at {address[0]}:{address[1]} cannot exchange state with this one: {error}"
+            problem = f"engine at {at} cannot exchange state with this one: {error}"
         except Exception as error:  # the thread that answers must survive whatever a peer sent
-            refusal = f"handshake with {address[0]}:{address[1]} failed: {error}"
+            problem = f"handshake with {at} failed: {error}"
         with self._lock:
-            peer = self._peers.setdefault(address, _Peer())
-            peer.asking, peer.manifest, peer.refusal, peer.answered_at = False, manifest, refusal, self._clock()
-            if refusal is not None:
+            peer = self._peers[address]
+            if problem:
                 self.counts["handshakes_failed"] += 1
-                logger.warning("%s", refusal)
+                # A dead peer is asked all the time.
+                logger.log(logging.DEBUG if problem == peer.problem else logging.WARNING, "%s", problem)
+            peer.asking, peer.manifest, peer.problem = False, manifest, problem
+            if manifest is None and retry_at is None:
+                peer.refused_until = self._clock() + REFUSED_PEER_S
             for request_id, wanted in list(self._wanted.items()):
-                if wanted.remote.address == address and isinstance(wanted.status, Pending) and not wanted.asking:
+                if wanted.remote.address != address or not isinstance(wanted.status, Pending) or wanted.asking:
+                    continue
+                if retry_at is None:
                     self._advance(request_id, wanted)
+                else:
+                    wanted.retry_at, wanted.problem = retry_at, problem
 
     def _refuse_incompatible(self, theirs: EngineManifest) -> None:
         if self._local is None:
@@ -278,11 +337,12 @@ class Consumer:
         refuse_difference(ours=self._local.factors, theirs=theirs.factors)
         plan_engine([rank.layout for rank in self._local.ranks], [rank.layout for rank in theirs.ranks])
 
-    def _ask_grant(self, request_id: str, wanted: _Wanted, manifest: EngineManifest) -> None:
+    def _ask_grant(self, request_id: str, wanted: _Wanted, peer: _Peer, manifest: EngineManifest) -> None:
         remote = wanted.remote
         if manifest.engine_id != remote.engine_id:
             self._shake_again_or_lose(
                 wanted,
+                peer,
                 f"{remote.address[0]}:{remote.address[1]} is engine {manifest.engine_id}, "
                 f"the request names engine {remote.engine_id}",
             )
@@ -290,70 +350,86 @@ class Consumer:
         asked_at = self._clock()
         wanted.asking = True
         future = self._call(remote.address, Acquire(remote.request_id, remote.token, wanted.holder))
-        future.add_done_callback(lambda done: self._on_grant(request_id, wanted, manifest, asked_at, done))
+        future.add_done_callback(lambda done: self._on_grant(request_id, wanted, asked_at, done))
 
-    def _on_grant(
-        self, request_id: str, wanted: _Wanted, manifest: EngineManifest, asked_at: float, done: "Future[Reply]"
-    ) -> None:
+    def _on_grant(self, request_id: str, wanted: _Wanted, asked_at: float, done: "Future[Reply]") -> None:
         with self._lock:
             wanted.asking = False
             if self._wanted.get(request_id) is not wanted or not isinstance(wanted.status, Pending):
                 return
+            now = self._clock()
             error = done.exception()
             if error is not None:
-                wanted.retry_at = self._clock()
+                wanted.retry_at, wanted.problem = asked_at + RETRY_S, str(error)
                 return
             reply = done.result()
-            if reply.incarnation != manifest.incarnation:
-                self._shake_again_or_lose(wanted, f"engine {manifest.engine_id} restarted; what it held is gone")
+            peer = self._peers[wanted.remote.address]
+            # Not the manifest of when Acquire was sent: another request may have noticed the restart meanwhile.
+            manifest = peer.manifest
+            if manifest is None:
+                self._advance(request_id, wanted)
+            elif reply.incarnation != manifest.incarnation:
+                self._shake_again_or_lose(wanted, peer, f"engine {manifest.engine_id} restarted; what it held is gone")
             elif isinstance(reply, Granted):
-                wanted.hold = Hold.since(asked_at, reply.promise_s)
+                hold = Hold.since(asked_at, reply.promise_s)
+                if not hold.is_valid(now):  # nothing was read yet, so asking again is as good as the first time
+                    wanted.retry_at, wanted.problem = now, f"it took {now - asked_at:g} s to answer"
+                    return
+                wanted.hold = hold
                 wanted.status = Held(manifest, reply.block_ids, reply.num_tokens)
                 self.counts["grants"] += 1
             elif isinstance(reply, Refused) and reply.retry_after_s is not None:
-                wanted.retry_at = self._clock() + reply.retry_after_s
+                wanted.retry_at, wanted.problem = now + reply.retry_after_s, f"{reply.reason}: {reply.detail}"
             elif isinstance(reply, Refused):
                 self.counts[f"refused_{reply.reason}"] += 1
                 self._lose(wanted, f"lease refused by engine {manifest.engine_id}: {reply.reason}: {reply.detail}")
             else:
                 self._lose(wanted, f"engine {manifest.engine_id} answered Acquire with {type(reply).__name__}")
 
-    def _renew(self, request_id: str, wanted: _Wanted) -> None:
+    def _renew(self, request_id: str, wanted: _Wanted, promise_s: float) -> None:
         asked_at = self._clock()
-        wanted.asking = True
+        wanted.asking, wanted.retry_at = True, None
         remote = wanted.remote
-        future = self._call(remote.address, Renew(remote.request_id, remote.token, wanted.holder))
+        # A third of the promise is used; an answer that is lost must leave time for two more tries.
+        timeout_s = min(self._config.handshake_timeout_s, promise_s / 4)
+        future = self._call(remote.address, Renew(remote.request_id, remote.token, wanted.holder), timeout_s)
         future.add_done_callback(lambda done: self._on_renewed(request_id, wanted, asked_at, done))
 
     def _on_renewed(self, request_id: str, wanted: _Wanted, asked_at: float, done: "Future[Reply]") -> None:
         with self._lock:
             wanted.asking = False
+            # A promise that has run out stays broken: P may have reused the blocks before it answered.
+            self._check_hold(wanted)
             if self._wanted.get(request_id) is not wanted or not isinstance(wanted.status, Held):
                 return
+            engine_id = wanted.status.manifest.engine_id
             if done.exception() is not None:
-                return  # the next tick asks again until the promise is over
+                wanted.retry_at = asked_at + RETRY_S
+                return
             reply = done.result()
             if reply.incarnation != wanted.status.manifest.incarnation:
-                self._lose(wanted, f"engine {wanted.status.manifest.engine_id} restarted while its lease was held")
+                self._lose(wanted, f"engine {engine_id} restarted while its lease was held")
             elif isinstance(reply, Renewed):
-                # A promise that had run out meanwhile stays broken: P may have reused the blocks in between.
-                self._check_hold(wanted)
-                if isinstance(wanted.status, Held):
-                    wanted.hold = Hold.since(asked_at, reply.promise_s)
-                    self.counts["renewals"] += 1
+                wanted.hold = Hold.since(asked_at, reply.promise_s)
+                self.counts["renewals"] += 1
+            elif isinstance(reply, Refused) and reply.retry_after_s is not None:
+                wanted.retry_at = self._clock() + reply.retry_after_s
+            elif isinstance(reply, Refused):
+                self._lose(wanted, f"lease not renewed by engine {engine_id}: {reply.reason}: {reply.detail}")
             else:
-                reason = reply.reason if isinstance(reply, Refused) else RefusalReason.MALFORMED
-                self._lose(wanted, f"lease not renewed: {reason}")
+                self._lose(wanted, f"engine {engine_id} answered Renew with {type(reply).__name__}")
 
     def _check_hold(self, wanted: _Wanted) -> None:
         if isinstance(wanted.status, Held) and wanted.hold is not None and not wanted.hold.is_valid(self._clock()):
-            self.counts["grants_lost"] += 1
             self._lose(wanted, f"the lease ran out: P promised {wanted.hold.promise_s:g} s and was not reached since")
 
     def _lose(self, wanted: _Wanted, reason: str) -> None:
+        self.counts["grants_lost" if isinstance(wanted.status, Held) else "acquires_failed"] += 1
         wanted.status = Lost(reason)
         wanted.hold = None
 
     def _on_released(self, done: "Future[Reply]") -> None:
-        error = done.exception()
-        self.counts["releases" if error is None and not isinstance(done.result(), Refused) else "releases_failed"] += 1
+        failed = done.exception() is not None or isinstance(done.result(), Refused)
+        with self._lock:
+            self._releasing.discard(done)
+            self.counts["releases_failed" if failed else "releases"] += 1

@@ -6,11 +6,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hybrid_connector.core.blocks import BlockIds
 from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.wire.manifest import EngineManifest
-
-BlockIds = tuple[tuple[int, ...], ...]
-"""Block ids of one request, per transferable cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,8 @@ class CaptureOrder:
 class StepOrders:
     """What the workers do in engine step ``step``.
 
-    ``manifests``: peers not named before. ``failures``: requests to report as failed, with the reason.
+    ``manifests``: peers not named before. ``gone``: peers whose place another engine took.
+    ``failures``: requests to report as failed, with the reason.
     ``frees``: leased requests whose blocks go back to the pool.
     """
 
@@ -52,6 +51,7 @@ class StepOrders:
     failures: Mapping[str, str] = field(default_factory=dict)
     frees: tuple[str, ...] = ()
     captures: tuple[CaptureOrder, ...] = ()
+    gone: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,26 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from hybrid_connector.core.blocks import Group, Layer, RankLayout
+from hybrid_connector.core.blocks import BlockIds, Group, Layer, RankLayout
 from hybrid_connector.core.errors import UnsupportedError
 from hybrid_connector.core.families import ElementType, attention, gated_delta_net
 from hybrid_connector.core.geometry import Shard
 from hybrid_connector.transport.base import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker stands in its engine."""
+
+    pp_rank: int
+    pp_size: int
+    tp_rank: int
+    tp_size: int
+
+    @property
+    def rank(self) -> int:
+        """Position among all ranks of the engine: stages one after the other."""
+        return self.pp_rank * self.tp_size + self.tp_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,12 @@ class RankCaches:
     layout: RankLayout
     region: Region
     device: torch.device
+
+
+def group_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
+    """The spec of a group, of its first layer where they differ; also for a group without layers on this stage."""
+    spec = group.kv_cache_spec
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def spec_of(group: KVCacheGroupSpec, layer_name: str) -> KVCacheSpec:
@@ -56,7 +77,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     """Raise ``UnsupportedError`` for an engine whose state this release cannot move, naming the feature."""
     parallel = vllm_config.parallel_config
     for size, feature in (
-        (parallel.pipeline_parallel_size, "pipeline parallelism"),
         (parallel.decode_context_parallel_size, "decode context parallelism"),
         (parallel.prefill_context_parallel_size, "prefill context parallelism"),
     ):
@@ -93,10 +113,9 @@ def read_caches(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     caches: Mapping[str, torch.Tensor],
-    rank: int,
-    num_ranks: int,
+    place: Place,
 ) -> RankCaches:
-    """The layout of the caches that vLLM registered on tensor-parallel rank ``rank`` of ``num_ranks``.
+    """The layout of the caches that vLLM registered on one rank.
 
     Raises ``UnsupportedError`` where the tensors are not as the specs say.
     """
@@ -120,15 +139,17 @@ def read_caches(
                 raise UnsupportedError(f"{name}: lies in another allocation than its siblings; one region is expected")
             region, device = own, cache.device
             described.add(_describe_group(name, spec, cache, kv_cache_config.num_blocks))
-            shards = _describe_shards(vllm_config, name, spec, cache, rank, num_ranks)
+            shards = _describe_shards(vllm_config, name, spec, cache, place.tp_rank, place.tp_size)
             page_stride = cache.stride(0) * cache.element_size()
             layers.append(Layer(name, group_index, cache.data_ptr() - own.address, page_stride, shards))
+        if not described:
+            described.add(_describe_absent(group_spec(group), kv_cache_config.num_blocks))
         if len(described) != 1:
             raise UnsupportedError(f"{group.layer_names[0]}: layers of one group differ in block size: {described}")
         groups.append(described.pop())
     if region is None:
         raise UnsupportedError("the model registered no cache to move")
-    return RankCaches(RankLayout(rank, region.num_bytes, tuple(groups), tuple(layers)), region, device)
+    return RankCaches(RankLayout(place.rank, region.num_bytes, tuple(groups), tuple(layers)), region, device)
 
 
 def _describe_group(name: str, spec: KVCacheSpec, cache: torch.Tensor, num_blocks: int) -> Group:
@@ -142,6 +163,11 @@ def _describe_group(name: str, spec: KVCacheSpec, cache: torch.Tensor, num_block
             f"{name}: {pages_per_block} pages of {cache.shape[2]} tokens are no block of {spec.block_size} tokens"
         )
     return Group(num_blocks, pages_per_block, cache.shape[2])
+
+
+def _describe_absent(spec: KVCacheSpec, num_blocks: int) -> Group:
+    """A group none of whose layers is on this pipeline stage: nothing moves, but requests have blocks in it."""
+    return Group(num_blocks) if isinstance(spec, MambaSpec) else Group(num_blocks, 1, spec.block_size)
 
 
 def _describe_shards(
@@ -177,7 +203,7 @@ def _describe_gated_delta_net(name: str, spec: MambaSpec, rank: int, num_ranks: 
     key_channels = num_channels - value_heads * value_dim
     if key_channels <= 0 or key_channels % (2 * key_dim):
         raise UnsupportedError(
-            f"{name}: {num_channels} conv channels are not q and k (multiples of {key_dim}) and v of {value_heads} heads"
+            f"{name}: {num_channels} conv channels are not q and k (of {key_dim} a head) and v ({value_heads} heads)"
         )
     return gated_delta_net(
         name,
@@ -221,20 +247,20 @@ def model_factors(vllm_config: VllmConfig, model_id: str) -> dict[str, str]:
     }
 
 
-def state_block_ids(
-    kv_cache_config: KVCacheConfig, block_ids: Sequence[list[int]], num_tokens: int
-) -> tuple[tuple[int, ...], ...]:
+def state_block_ids(kv_cache_config: KVCacheConfig, block_ids: Sequence[list[int]], num_tokens: int) -> BlockIds:
     """The blocks that hold the state of a request's first ``num_tokens`` tokens, per transferable group.
 
     ``block_ids``: the scheduler's lists, per cache group. A recurrent group keeps one state per request, in the block
     whose tokens include the last one; what stands before it is null or superseded (mamba_utils.preprocess_mamba).
+    Block 0 is vLLM's null block: a place in the list without content.
     """
-    chosen: list[tuple[int, ...]] = []
+    chosen: list[tuple[int | None, ...]] = []
     groups = kv_cache_config.transfer_groups
     for group, ids in zip(groups, kv_cache_config.select_transfer_block_ids(block_ids), strict=True):
-        spec = spec_of(group, group.layer_names[0])
+        spec = group_spec(group)
         num_blocks = -(-num_tokens // spec.block_size)
-        chosen.append(tuple(ids[num_blocks - 1 : num_blocks] if isinstance(spec, MambaSpec) else ids[:num_blocks]))
+        wanted = ids[num_blocks - 1 : num_blocks] if isinstance(spec, MambaSpec) else ids[:num_blocks]
+        chosen.append(tuple(block or None for block in wanted))
     return tuple(chosen)
 
 
@@ -252,5 +278,5 @@ def tail_views(
     return tuple(
         (index, tuple(caches[name] for name in group.layer_names))
         for index, group in enumerate(kv_cache_config.transfer_groups)
-        if not isinstance(spec_of(group, group.layer_names[0]), MambaSpec)
+        if not isinstance(group_spec(group), MambaSpec)
     )

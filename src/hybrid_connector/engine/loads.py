@@ -69,6 +69,7 @@ class Loads:
         self._clock = clock
         self._on_loaded = on_loaded
         self._peers: dict[tuple[str, str], _Peer] = {}
+        self._unusable: dict[tuple[str, str], str] = {}
         self._loads: dict[str, _Load] = {}
         self._failed: list[LoadRecord] = []
 
@@ -76,29 +77,52 @@ class Loads:
         return len(self._loads)
 
     def add_peer(self, manifest: EngineManifest) -> None:
-        """Make a P engine known. An earlier incarnation of the same engine is forgotten."""
-        for key in [key for key in self._peers if key[0] == manifest.engine_id and key[1] != manifest.incarnation]:
-            self._forget(key)
+        """Make a P engine known, by (engine id, incarnation).
+
+        One that cannot be read from fails the loads that need it, each with the reason.
+        """
+        key = manifest.engine_id, manifest.incarnation
+        if key in self._peers:
+            return
         srcs = [rank.layout for rank in manifest.ranks]
-        binder = Binder(
-            plan_transfer(self._layout, srcs),
-            self._layout,
-            srcs,
-            dst_base=self._region.address,
-            src_bases={rank.rank: rank.region_address for rank in manifest.ranks},
-        )
-        self._peers[manifest.engine_id, manifest.incarnation] = _Peer(manifest, binder)
+        bases = {rank.rank: rank.region_address for rank in manifest.ranks}
+        try:
+            plan = plan_transfer(self._layout, srcs)
+            binder = Binder(plan, self._layout, srcs, dst_base=self._region.address, src_bases=bases)
+        except (HybridConnectorError, ValueError) as error:
+            self._unusable[key] = f"engine {key[0]} cannot be read from: {error}"
+            logger.error("%s", self._unusable[key])
+            return
+        self._peers[key] = _Peer(manifest, binder)
 
     def start(self, order: LoadOrder) -> None:
         """Begin a load; everything queued on the compute stream so far is waited for before the first byte moves."""
+        assert order.request_id not in self._loads, f"{order.request_id}: its last load has not ended yet"
         if order.peer not in self._peers:
-            self.fail(order.request_id, f"engine {order.peer[0]} restarted after it granted the lease")
+            restarted = f"engine {order.peer[0]} restarted after it granted the lease"
+            self.fail(order.request_id, self._unusable.get(order.peer, restarted))
             return
         self._loads[order.request_id] = _Load(order, self._stream.mark(), self._clock())
 
     def fail(self, request_id: str, reason: str) -> None:
         """Report a request as failed that never started to load here."""
         self._failed.append(LoadRecord(request_id, self._layout.rank, error=reason))
+
+    def forget_peer(self, key: tuple[str, str]) -> None:
+        """A P engine is gone for good. Its loads that were not posted fail; those that were run on to their end."""
+        self._unusable.pop(key, None)
+        peer = self._peers.pop(key, None)
+        if peer is not None:
+            for handle in peer.handles.values():
+                self._transport.remove_peer(handle)
+
+    def drain(self) -> int:
+        """Poll what was posted, post nothing more; returns how many loads may still write."""
+        running = 0
+        for load in self._loads.values():
+            if load.posted_at is not None and not self._has_ended(load):
+                running += 1
+        return running
 
     def poll(self) -> list[LoadRecord]:
         """Post what may be posted and return the loads that have ended since the last call."""
@@ -156,10 +180,8 @@ class Loads:
             load.error,
         )
         if load.error is None and self._on_loaded is not None:
-            self._on_loaded(load.order, record)
+            try:
+                self._on_loaded(load.order, record)
+            except Exception:  # whoever looks on must not keep the load from being reported
+                logger.exception("request %s, rank %d: after the load", record.request_id, record.rank)
         return record
-
-    def _forget(self, key: tuple[str, str]) -> None:
-        peer = self._peers.pop(key)
-        for handle in peer.handles.values():
-            self._transport.remove_peer(handle)

@@ -6,9 +6,10 @@
 """
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Mark(Protocol):
@@ -38,7 +39,7 @@ class HostStream:
 
 
 class _CudaMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: "torch.cuda.Event") -> None:
         self._event = event
 
     def has_passed(self) -> bool:
@@ -48,13 +49,18 @@ class _CudaMark:
 class CudaStream:
     """The calling thread's current CUDA stream, which is the one the model runner computes on."""
 
+    def __init__(self) -> None:
+        import torch  # here, so that the engine's logic runs where torch is not installed
+
+        self._new_event = torch.cuda.Event
+
     def mark(self) -> Mark:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self._new_event()  # type: ignore[no-untyped-call]
         event.record()
         return _CudaMark(event)
 
 
-def compute_stream(device: torch.device) -> ComputeStream:
+def compute_stream(device: "torch.device") -> ComputeStream:
     """The compute stream of the device that holds the cache."""
     return CudaStream() if device.type == "cuda" else HostStream()
 

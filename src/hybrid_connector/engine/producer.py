@@ -4,7 +4,7 @@
 2. The side channel's thread answers Hello, Acquire, Renew and Release from the lease table.
 3. The scheduler takes the leases that ended, once each, and gives their blocks back.
 
-One lock guards the table; nothing slow happens under it.
+One lock guards the table and the counts; nothing slow happens under it.
 """
 
 import threading
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from hybrid_connector.core.blocks import BlockIds
 from hybrid_connector.core.leases import LeaseGrant, LeaseRefusal, LeaseTable
 from hybrid_connector.wire.manifest import EngineManifest
 from hybrid_connector.wire.messages import (
@@ -37,7 +38,7 @@ _DETAILS = {
     LeaseRefusal.UNKNOWN: "no request of this id finished here with do_remote_decode, or long ago",
     LeaseRefusal.EXPIRED: "its reader did not renew in time and the blocks were given back",
     LeaseRefusal.CONSUMED: "it was read, or given up, before",
-    LeaseRefusal.HELD: "another reader holds it",
+    LeaseRefusal.HELD: "another reader holds it, or the one that renews never acquired it",
     LeaseRefusal.NOT_SEALED: "an engine step that may still write the state is running",
     LeaseRefusal.WRONG_TOKEN: "the token is not the one that was given out with the answer",
 }
@@ -63,9 +64,7 @@ class Producer:
         with self._lock:
             return len(self._table)
 
-    def open(
-        self, request_id: str, token: str, block_ids: tuple[tuple[int, ...], ...], num_tokens: int, seal_step: int
-    ) -> None:
+    def open(self, request_id: str, token: str, block_ids: BlockIds, num_tokens: int, seal_step: int) -> None:
         """Lease a finished request's blocks; see ``LeaseTable.open``."""
         with self._lock:
             self._table.open(request_id, token, block_ids, num_tokens, seal_step, self._clock())
@@ -80,8 +79,8 @@ class Producer:
         with self._lock:
             self._table.expire(self._clock())
             ended = self._table.take_ended()
-        for _, end in ended:
-            self.counts[f"leases_{end}"] += 1
+            for _, end in ended:
+                self.counts[f"leases_{end}"] += 1
         return [request_id for request_id, _ in ended]
 
     def expire_all(self) -> None:
@@ -131,7 +130,8 @@ class Producer:
     def _refuse(
         self, request_id: str, reason: RefusalReason, detail: str, retry_after_s: float | None = None
     ) -> Refused:
-        self.counts[f"refused_{reason}"] += 1
+        with self._lock:
+            self.counts[f"refused_{reason}"] += 1
         return Refused(
             incarnation=self._incarnation,
             request_id=request_id,

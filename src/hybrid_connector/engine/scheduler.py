@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
 from hybrid_connector.engine.config import ConnectorConfig
-from hybrid_connector.engine.consumer import Consumer, Held, Lost, Pending, RemoteRequest
+from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest
 from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, StepOrders, StepReport
 from hybrid_connector.engine.layout import is_recurrent, model_factors, state_block_ids
 from hybrid_connector.engine.producer import Producer
@@ -44,7 +44,7 @@ class _Fetch:
     """
 
     num_tokens: int
-    remote_request_id: str = ""
+    remote: RemoteRequest | None = None
     reason: str | None = None
     ordered: bool = False
 
@@ -79,8 +79,9 @@ class Scheduler:
         self._loads: list[LoadOrder] = []
         self._failures: dict[str, str] = {}
         self._captures: list[CaptureOrder] = []
-        self._sent_manifests: set[tuple[str, str]] = set()
+        self._peers: dict[Address, tuple[str, str]] = {}
         self._new_manifests: list[EngineManifest] = []
+        self._gone: list[tuple[str, str]] = []
 
     def publish(self, ranks: Mapping[tuple[int, int], RankManifest]) -> None:
         """All workers have registered their caches, by (pipeline, tensor) rank: start to serve and to ask."""
@@ -151,7 +152,7 @@ class Scheduler:
         except HybridConnectorError as error:
             fetch.reason = str(error)
             return
-        fetch.remote_request_id = remote.request_id
+        fetch.remote = remote
         self._consumer.acquire(request.request_id, remote)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -191,21 +192,29 @@ class Scheduler:
         if fetch.reason is not None or not isinstance(status, Held):
             self._fail(request_id, fetch.reason or "the grant was withdrawn before the load began")
             return
-        peer = (status.manifest.engine_id, status.manifest.incarnation)
-        if peer not in self._sent_manifests:
-            self._sent_manifests.add(peer)
-            self._new_manifests.append(status.manifest)
+        assert fetch.remote is not None
         self._loads.append(
             LoadOrder(
                 request_id,
-                fetch.remote_request_id,
-                peer,
+                fetch.remote.request_id,
+                self._introduce(fetch.remote.address, status.manifest),
                 status.block_ids,
                 state_block_ids(self._kv_cache_config, blocks.get_block_ids(), fetch.num_tokens),
                 fetch.num_tokens,
                 fetch.num_tokens - num_external_tokens,
             )
         )
+
+    def _introduce(self, address: Address, manifest: EngineManifest) -> tuple[str, str]:
+        """Let the workers know the engine at ``address``, once; what was there before is gone."""
+        peer = (manifest.engine_id, manifest.incarnation)
+        known = self._peers.get(address)
+        if known != peer:
+            self._peers[address] = peer
+            self._new_manifests.append(manifest)
+            if known is not None and known not in self._peers.values():
+                self._gone.append(known)
+        return peer
 
     def build_orders(self) -> StepOrders:
         """What the workers do in the next step."""
@@ -217,8 +226,9 @@ class Scheduler:
             self._failures,
             tuple(self._producer.take_ended()),
             tuple(self._captures),
+            tuple(self._gone),
         )
-        self._new_manifests, self._loads, self._failures, self._captures = [], [], {}, []
+        self._new_manifests, self._loads, self._failures, self._captures, self._gone = [], [], {}, [], []
         return orders
 
     def take_reports(self, output: KVConnectorOutput) -> None:

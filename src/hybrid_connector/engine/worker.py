@@ -17,11 +17,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from hybrid_connector.core.errors import HybridConnectorError, TransferError
+from hybrid_connector.core.blocks import BlockIds
+from hybrid_connector.core.errors import TransferError
 from hybrid_connector.engine import capture
 from hybrid_connector.engine.config import ConnectorConfig
-from hybrid_connector.engine.exchange import BlockIds, LoadOrder, LoadRecord, StepOrders, StepReport
-from hybrid_connector.engine.layout import RankCaches, conv_channel_first, read_caches, tail_views
+from hybrid_connector.engine.exchange import LoadOrder, LoadRecord, StepOrders, StepReport
+from hybrid_connector.engine.layout import Place, RankCaches, conv_channel_first, read_caches, tail_views
 from hybrid_connector.engine.loads import Loads
 from hybrid_connector.engine.metrics import HybridConnectorStats
 from hybrid_connector.engine.ordering import StepFence, compute_stream
@@ -39,18 +40,12 @@ class Worker:
     """The connector's half in one worker."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        kv_cache_config: KVCacheConfig,
-        config: ConnectorConfig,
-        rank: int,
-        num_ranks: int,
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: ConnectorConfig, place: Place
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._place = place
         self._transport: Transport | None = None
         self._caches: RankCaches | None = None
         self._loads: Loads | None = None
@@ -64,7 +59,7 @@ class Worker:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take over the caches vLLM allocated. Raises ``UnsupportedError`` where they are not as expected."""
-        self._caches = read_caches(self._vllm_config, self._kv_cache_config, kv_caches, self._rank, self._num_ranks)
+        self._caches = read_caches(self._vllm_config, self._kv_cache_config, kv_caches, self._place)
         self._tails = tail_views(self._kv_cache_config, kv_caches)
         self._transport = NixlTransport()
         self._transport.register(self._caches.region)
@@ -85,7 +80,7 @@ class Worker:
             return None
         region = self._caches.region
         return RankManifest(
-            rank=self._rank,
+            rank=self._place.rank,
             layout=self._caches.layout,
             region_address=region.address,
             memory=region.memory,
@@ -100,11 +95,10 @@ class Worker:
         self._frees.update(orders.frees)
         if self._loads is None or self._caches is None:
             return
+        for peer in orders.gone:
+            self._loads.forget_peer(peer)
         for manifest in orders.manifests:
-            try:
-                self._loads.add_peer(manifest)
-            except HybridConnectorError as error:  # the scheduler has checked it; loads from it will fail
-                logger.error("engine %s: %s", manifest.engine_id, error)
+            self._loads.add_peer(manifest)
         for finished in orders.captures:
             self._capture("produced", finished.request_id, finished.block_ids, finished.num_tokens)
         for order in orders.loads:
@@ -144,8 +138,7 @@ class Worker:
     def close(self) -> None:
         """Wait for reads in flight, so that nothing writes into memory that is given back, then leave the transport."""
         deadline = time.monotonic() + SHUTDOWN_WAIT_S
-        while self._loads is not None and len(self._loads) and time.monotonic() < deadline:
-            self._loads.poll()
+        while self._loads is not None and self._loads.drain() and time.monotonic() < deadline:
             time.sleep(0.001)
         if self._transport is not None:
             try:
@@ -168,8 +161,9 @@ class Worker:
             ids = order.dst_block_ids[index]
             first = order.num_tokens // group.page_tokens
             pages = [
-                ids[page // group.pages_per_block] * group.pages_per_block + page % group.pages_per_block
+                block * group.pages_per_block + page % group.pages_per_block
                 for page in range(first, len(ids) * group.pages_per_block)
+                if (block := ids[page // group.pages_per_block]) is not None
             ]
             if pages:
                 selected = torch.tensor(pages, device=self._caches.device)
@@ -204,10 +198,11 @@ class Worker:
         )
         meta = {
             "request_id": request_id,
-            "rank": self._rank,
-            "num_ranks": self._num_ranks,
+            "rank": self._place.rank,
+            "tp_size": self._place.tp_size,
+            "pp_size": self._place.pp_size,
             "num_tokens": num_tokens,
             "conv_channel_first": conv_channel_first(),
             "moved": moved,
         }
-        capture.write(Path(self._config.capture_dir) / f"{what}.{request_id}.rank{self._rank}.npz", arrays, meta)
+        capture.write(Path(self._config.capture_dir) / f"{what}.{request_id}.rank{self._place.rank}.npz", arrays, meta)

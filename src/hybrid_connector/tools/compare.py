@@ -86,9 +86,18 @@ def read_captures(directory: Path) -> tuple[Captured, ...]:
 
 def assemble(captures: Sequence[Capture], shapes: Shapes) -> dict[str, ByteArray]:
     """Global tensors from the parts of all ranks. Raises ``ValueError`` where ranks are missing or replicas differ."""
-    num_ranks = captures[0].meta["num_ranks"]
-    if [capture.meta["rank"] for capture in captures] != list(range(num_ranks)):
-        raise ValueError(f"expected captures of ranks 0 to {num_ranks - 1}, got {[c.meta['rank'] for c in captures]}")
+    tp_size, pp_size = captures[0].meta["tp_size"], captures[0].meta["pp_size"]
+    ranks = [capture.meta["rank"] for capture in captures]
+    if ranks != list(range(tp_size * pp_size)):
+        raise ValueError(f"expected captures of ranks 0 to {tp_size * pp_size - 1}, got {ranks}")
+    tensors: dict[str, ByteArray] = {}
+    for stage in range(pp_size):
+        tensors |= _assemble_stage(captures[stage * tp_size : (stage + 1) * tp_size], shapes)
+    return tensors
+
+
+def _assemble_stage(captures: Sequence[Capture], shapes: Shapes) -> dict[str, ByteArray]:
+    """The tensors of one pipeline stage from its tensor-parallel ranks."""
     tensors: dict[str, ByteArray] = {}
     for name in captures[0].arrays:
         parts = [capture.arrays[name] for capture in captures]

@@ -114,11 +114,11 @@ def run(args: argparse.Namespace) -> int:
     with Servers(work_dir / "logs", device=args.device) as servers:
         for spec in _specs(args, model, work_dir / "captures"):
             servers.add(spec)
-        began = time.monotonic()
-        _wait(console, servers, began)
+        announce = _Announcer(console)
+        announce.wait(servers)
         (port,) = free_ports(1)
         router = servers.start_router(servers.url("prefill"), servers.url("decode"), port)
-        _wait(console, servers, began)
+        announce.wait(servers)
         with httpx.Client(timeout=300, trust_env=False) as client:
             rows = _send_all(console, client, router, servers.url("aggregated"), model, work_dir / "captures")
         console.print(_table(rows, args.prefill_tp, args.decode_tp))
@@ -174,21 +174,27 @@ def _count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _wait(console: Console, servers: Servers, began: float) -> None:
-    """Wait for every server, saying which one is ready when."""
-    seen: set[str] = set()
+class _Announcer:
+    """Says which server is ready when, each once."""
 
-    def progress(startup: Startup) -> None:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.monotonic()
+        self._seen: set[str] = set()
+
+    def wait(self, servers: Servers) -> None:
+        """Wait for every server."""
+        if self._console.is_terminal:
+            with self._console.status("starting the servers"):
+                servers.wait_ready(progress=self._announce)
+        else:
+            servers.wait_ready(progress=self._announce)
+
+    def _announce(self, startup: Startup) -> None:
         for name in startup.ready:
-            if name not in seen:
-                seen.add(name)
-                console.print(f"  {name} is ready after {time.monotonic() - began:.0f} s")
-
-    if console.is_terminal:
-        with console.status("starting the servers"):
-            servers.wait_ready(progress=progress)
-    else:
-        servers.wait_ready(progress=progress)
+            if name not in self._seen:
+                self._seen.add(name)
+                self._console.print(f"  {name} is ready after {time.monotonic() - self._began:.0f} s")
 
 
 def _send_all(

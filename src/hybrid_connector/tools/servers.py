@@ -1,20 +1,15 @@
 """How does one process run several vLLM servers and a router, quickly, and leave nothing behind?
 
-1. On CPU a *nursery* (this module run as a program) imports vLLM once and forks every server from there: an
-   import costs seconds, a fork milliseconds. On CUDA each server is an ordinary subprocess.
+1. On CPU a *nursery* (``tools.nursery``) imports vLLM once and forks every server from there: an import costs
+   seconds, a fork milliseconds. On CUDA each server is an ordinary subprocess.
 2. Each server leads its own session, so that its engine core and workers are stopped with it.
 3. `Servers.wait_ready` polls `/health` and raises `ServerDiedError` with the end of the log once one is gone.
 4. Leaving `Servers` sends SIGTERM, then SIGKILL after a grace. The nursery does so when its caller dies.
-
-vLLM on CPU wants spawned children, its dependencies may bring CUDA builds beside a CPU torch, and it spins where it
-waits. The nursery deals with these (`_import_vllm`, `_adapt_vllm`), and nothing else has to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
 import json
 import os
 import random
@@ -25,26 +20,22 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Protocol, Self, TypeAlias
 
+from hybrid_connector.tools.sessions import POLL_S, stop_sessions
+
 Device: TypeAlias = Literal["cpu", "cuda"]
 
 HOST = "127.0.0.1"
 STOP_GRACE_S = 15.0
-_POLL_S = 0.1
 _PORTS = range(12000, 32000)
-_IDLE_POLL_MS = 2
-_NIXL_DELAY_US = 100
-_SHM_DIR = "/dev/shm/"
 _NUM_LOG_LINES = 40
-_PR_SET_CHILD_SUBREAPER = 36
 _API_SERVER = "vllm.entrypoints.openai.api_server"
 
 CPU_ENV: Mapping[str, str] = {
@@ -131,10 +122,6 @@ class _Launcher(Protocol):
     def launch(self, spec: ServerSpec, log: Path) -> int: ...
     def exit_code(self, pid: int) -> int | None: ...
     def close(self) -> None: ...
-
-
-class _SpinCondition(Protocol):
-    busy_loop_s: float
 
 
 def free_ports(count: int) -> tuple[int, ...]:
@@ -236,7 +223,7 @@ class Servers:
                 late = self._processes[waiting[0]]
                 expected = f"expected {late.url}/health to answer within {timeout_s:.0f} s"
                 raise ServerNotReadyError(f"{late.name}: {expected}\n{_tail(late.log)}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def check_alive(self) -> None:
         """Raise `ServerDiedError` if any server has ended."""
@@ -248,7 +235,13 @@ class Servers:
     def stop(self, name: str | None = None, *, grace_s: float = STOP_GRACE_S) -> None:
         """Stop one server, or everything. Returns when none of their processes is left."""
         chosen = list(self._processes.values()) if name is None else [self._processes[name]]
-        _stop_sessions([p.pid for p in chosen], grace_s, reap=lambda: [self._exit_code(p) for p in chosen])
+
+        def reap() -> None:
+            for process in chosen:
+                with contextlib.suppress(ServerError):
+                    self._exit_code(process)
+
+        stop_sessions([process.pid for process in chosen], grace_s, reap=reap)
         for process in chosen:
             del self._processes[process.name]
         if name is None:
@@ -308,11 +301,7 @@ class _Nursery:
         self._partial_line = b""
         with log.open("wb") as out:
             self._popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    __name__ if __name__ != "__main__" else "hybrid_connector.tools.servers",
-                ],
+                [sys.executable, "-m", "hybrid_connector.tools.nursery"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
@@ -409,224 +398,3 @@ def _describe(code: int) -> str:
 def _stream(stream: IO[bytes] | None) -> IO[bytes]:
     assert stream is not None, "the nursery is always started with pipes"
     return stream
-
-
-def _all_pids() -> Iterator[int]:
-    yield from (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
-
-
-def _session_members(session: int) -> Iterator[int]:
-    """Processes of `session` that still run; zombies do not count."""
-    for pid in _all_pids():
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, _, _, process_session = stat.rpartition(")")[2].split()[:4]
-        if int(process_session) == session and state not in "ZX":
-            yield pid
-
-
-def _shared_memory(pid: int) -> set[str]:
-    """Files in shared memory that `pid` has mapped."""
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return set()
-    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines())
-    return {path for path in paths if path.startswith(_SHM_DIR)}
-
-
-def _stop_sessions(sessions: Iterable[int], grace_s: float, *, reap: Callable[[], object]) -> None:
-    """SIGTERM to the leaders, who stop their children; SIGKILL to whatever is left after `grace_s`.
-
-    Then remove the shared memory that only they had mapped: vLLM kills its own children before they can.
-    """
-    left = set(sessions)
-    shared = {path for session in left for pid in _session_members(session) for path in _shared_memory(pid)}
-    for leader in left if grace_s > 0 else ():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(leader, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while left:
-        overdue = time.monotonic() >= deadline
-        for session in tuple(left):
-            members = list(_session_members(session))
-            if not members:
-                left.remove(session)
-            elif overdue or session not in members:  # without its leader nobody stops the children
-                for pid in members:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ServerError):
-            reap()
-        if left:
-            time.sleep(_POLL_S)
-    if shared:
-        shared -= {path for pid in _all_pids() for path in _shared_memory(pid)}
-    for path in shared:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
-# The nursery process
-
-
-def _import_vllm() -> Callable[[], None]:
-    """Import what every server needs, without starting threads, and return the API server's entry point.
-
-    Packages whose compiled part does not fit this torch are hidden, as if they were not installed. torchvision
-    is needed to import Qwen3.5 (its module imports the vision variant's), so there only the two operators'
-    schemas are added that torchvision's Python part refers to; nothing ever calls them.
-    """
-    import torch
-
-    for name in ("torchaudio", "torchcodec"):
-        try:
-            importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError):
-            sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        pass
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for schema in (
-            "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-            "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        ):
-            library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-            library.define(schema)  # type: ignore[no-untyped-call]
-            _KEPT_LIBRARIES.append(library)
-        importlib.import_module("torchvision")
-
-    for name in (
-        _API_SERVER,
-        "vllm.v1.engine.async_llm",
-        "vllm.v1.engine.core",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "vllm.model_executor.models.qwen3_5",
-    ):
-        importlib.import_module(name)
-    _adapt_vllm()
-    main: Callable[[], None] = importlib.import_module("vllm.entrypoints.launchers.api_server.entry").main
-    return main
-
-
-def _adapt_vllm() -> None:
-    """Change, before any fork, what vLLM assumes of processes and cores where no option can."""
-    registry = importlib.import_module("vllm.model_executor.models.registry")
-    envs = importlib.import_module("vllm.envs")
-    queues = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
-    # vLLM looks at a model class in a fresh interpreter to keep CUDA out of this one. There is no CUDA here, and
-    # a fresh interpreter would lack the fixes above.
-    registry.__dict__["_run_in_subprocess"] = lambda inspect: inspect()
-    # The CPU platform sets this variable to "spawn" in os.environ whatever the caller chose.
-    envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
-
-    # With TP 2 every worker spins for a second after each message, which starves the engine whose turn it is
-    # where processes outnumber cores. With this and `_calm_nixl` a request fell from 5.5 s to 0.2 s on two cores.
-    wait = queues.SpinCondition.wait
-
-    def wait_idle(condition: _SpinCondition, timeout_ms: int | None = None) -> None:
-        condition.busy_loop_s = 0.0
-        wait(condition, _IDLE_POLL_MS if timeout_ms is None else min(timeout_ms, _IDLE_POLL_MS))
-
-    queues.SpinCondition.wait = wait_idle
-    _calm_nixl()
-
-
-def _calm_nixl() -> None:
-    """Let NIXL's progress thread rest between polls: its Python API asks for no rest, which costs a core each."""
-    try:
-        bindings = importlib.import_module("nixl._api").nixlBind
-    except ImportError:
-        return
-
-    class CalmAgentConfig(bindings.nixlAgentConfig):  # type: ignore[misc, name-defined]
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, _NIXL_DELAY_US if name == "pthrDelay" else value)
-
-    bindings.nixlAgentConfig = CalmAgentConfig
-
-
-_KEPT_LIBRARIES: list[object] = []
-"""torch forgets an operator when its library object is collected."""
-
-
-def _run_nursery() -> None:
-    """Fork a server per line of stdin until stdin closes, then stop them all."""
-    reports = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to the log, not between the reports
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main = _import_vllm()
-    running: set[int] = set()
-
-    def reap() -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid in running:
-                    running.discard(pid)
-                    with contextlib.suppress(BrokenPipeError):
-                        print(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}), file=reports)
-
-    pending = b""
-    try:
-        while True:
-            reap()
-            if not select.select([0], [], [], _POLL_S)[0]:
-                continue
-            data = os.read(0, 65536)
-            if not data:
-                return
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                pid = os.fork()
-                if pid == 0:
-                    reports.close()
-                    _become_server(main, order)
-                running.add(pid)
-                print(json.dumps({"name": order["name"], "pid": pid}), file=reports)
-    finally:
-        _stop_sessions(tuple(running), STOP_GRACE_S, reap=reap)
-
-
-def _become_server(main: Callable[[], None], order: Mapping[str, object]) -> None:
-    """Never returns: runs the API server in this forked process, in a session of its own."""
-    code = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        log = os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for target, source in ((0, null), (1, log), (2, log)):
-            os.dup2(source, target)
-        args, env = order["args"], order["env"]
-        assert isinstance(args, list)
-        assert isinstance(env, dict)
-        os.environ.update(env)
-        sys.argv = ["vllm", *args]
-        main()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # a forked child must not return into the nursery's loop
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    _run_nursery()

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_connector.core.blocks import Group, RankLayout
+from hybrid_connector.core.blocks import BlockIds, Group, RankLayout
 from hybrid_connector.core.errors import TransferError
 from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.core.planning import LayerPair, PageCopies, Plan
+
+_NO_BLOCK = -(2**31)
+"""So far below zero that every page of it is negative."""
 
 Ints = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
@@ -82,14 +85,15 @@ class Binder:
 
     def bind(
         self,
-        src_block_ids: Sequence[Sequence[int]],
-        dst_block_ids: Sequence[Sequence[int]],
+        src_block_ids: BlockIds,
+        dst_block_ids: BlockIds,
         num_tokens: int,
         first_tokens: int = 0,
     ) -> tuple[BoundCopies, ...]:
         """The copies that bring one request to D, one ``BoundCopies`` per P rank that has something to send.
 
-        Block ids: per group, the logical blocks of all ``num_tokens`` tokens in order, also those D already holds.
+        Block ids: per group, the logical blocks of all ``num_tokens`` tokens in order, also those D already holds;
+        where D has no block, nothing moves.
         ``first_tokens``: tokens whose attention state D already holds; recurrent state moves whatever it is.
         Raises ``TransferError`` for block ids that are too few, too many, out of range or used twice by D, and
         ``ValueError`` where ``first_tokens`` is not a page boundary of D.
@@ -155,6 +159,9 @@ class _Part:
         src_page = periods * self.copies.src_pages + self.src_page
         dst_page = periods * self.copies.dst_pages + self.dst_page
         there = (dst_page >= first) & (dst_page < stop) & (src_page < len(src_slots))
+        there[there] = dst_slots[dst_page[there]] >= 0
+        if (src_slots[src_page[there]] < 0).any():
+            raise TransferError(f"P group {self.copies.src_group}: holds no block for pages that D needs")
         run = np.broadcast_to(np.arange(len(self.num_bytes)), there.shape)[there]
         src = src_slots[src_page[there]] * self.src_page_stride + self.src_offset[run]
         dst = dst_slots[dst_page[there]] * self.dst_page_stride + self.dst_offset[run]
@@ -244,22 +251,28 @@ def _join(src: Ints, dst: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
     return src[first], dst[first], np.add.reduceat(num_bytes, first)
 
 
-def _pages(side: str, groups: Sequence[Group], block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Ints, ...]:
-    """Per group, the request's pages counted from page 0 of a layer; refuses block ids that do not fit the group."""
+def _pages(side: str, groups: Sequence[Group], block_ids: BlockIds, num_tokens: int) -> tuple[Ints, ...]:
+    """Per group, the request's pages counted from page 0 of a layer, negative where there is no block.
+
+    Refuses block ids that do not fit the group.
+    """
     if len(block_ids) != len(groups):
         raise TransferError(f"{side}: expected block ids for {len(groups)} groups, got {len(block_ids)}")
     pages = []
     for number, (group, ids) in enumerate(zip(groups, block_ids, strict=True)):
         if len(ids) != (expected := group.num_request_blocks(num_tokens)):
             raise TransferError(f"{side} group {number}: {num_tokens} tokens need {expected} block ids, got {len(ids)}")
-        if set(map(type, ids)) != {int}:
+        held = [block for block in ids if block is not None]
+        if group.page_tokens is None and not held:
+            raise TransferError(f"{side} group {number}: expected the block of the recurrent state, got none")
+        if set(map(type, held)) - {int}:
             raise TransferError(f"{side} group {number}: expected integer block ids, got {ids[:8]!r}")
-        if min(ids) < 0 or max(ids) >= group.num_blocks:
-            bad = next(i for i, block in enumerate(ids) if not 0 <= block < group.num_blocks)
+        if held and (min(held) < 0 or max(held) >= group.num_blocks):
+            bad = next(i for i, block in enumerate(ids) if block is not None and not 0 <= block < group.num_blocks)
             raise TransferError(
                 f"{side} group {number}: expected block ids in [0, {group.num_blocks}), got {ids[bad]} at {bad}"
             )
-        blocks = np.array(ids, dtype=np.int64)
+        blocks = np.array([_NO_BLOCK if block is None else block for block in ids], dtype=np.int64)
         slots = blocks[:, None] * group.pages_per_block + np.arange(group.pages_per_block)
         pages.append(slots.ravel()[: group.num_request_pages(num_tokens)])
     return tuple(pages)

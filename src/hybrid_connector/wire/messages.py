@@ -25,7 +25,7 @@ MAX_DETAIL_CHARS = 2048
 RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
 Token = Annotated[str, Meta(min_length=1, max_length=128)]
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
-BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=2**22)]
+BlockIds = Annotated[tuple[BlockId | None, ...], Meta(max_length=2**22)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # NaN fails ge, infinity fails le
 
 

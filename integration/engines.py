@@ -1,0 +1,168 @@
+"""Engines by role, and what a router does with them, for tests."""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
+from hybrid_connector.tools.completions import Answer, complete
+from hybrid_connector.tools.servers import ServerDiedError, Servers, ServerSpec, free_ports
+from hybrid_connector.tools.tiny_model import Kind, TinyModel, make_tiny_model
+
+MODEL_NAME = "tiny"
+TEXT = "State is what a model remembers: keys and values, a window of inputs, a matrix that decays and is written to. "
+
+
+def prompt_of(num_tokens: int, salt: int = 0) -> str:
+    """One token per character. Different lengths and salts differ from the start, so no prefix cache serves both."""
+    return (f"{salt}.{num_tokens}. " + TEXT * (num_tokens // len(TEXT) + 1))[:num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running API server."""
+
+    name: str
+    url: str
+    log: Path
+    model: Path
+    client: httpx.Client = field(repr=False)
+
+    def post(self, body: Mapping[str, Any]) -> httpx.Response:
+        """A completion request, whatever comes of it."""
+        return self.client.post(f"{self.url}/v1/completions", json={"model": MODEL_NAME, "temperature": 0, **body})
+
+    def prefill(self, prompt: str) -> dict[str, Any]:
+        """What a router asks of P; returns the transfer parameters for D."""
+        response = self.post(
+            {
+                "prompt": prompt,
+                "max_tokens": 1,
+                "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+            }
+        )
+        response.raise_for_status()
+        params: dict[str, Any] = response.json()["kv_transfer_params"]
+        return params
+
+    def answer(self, prompt: str, params: Mapping[str, Any] | None = None, max_tokens: int = 12) -> Answer:
+        """A greedy answer, with transfer parameters for a decode engine."""
+        extra = {"model": MODEL_NAME, **({} if params is None else {"kv_transfer_params": params})}
+        return complete(self.client, self.url, prompt, max_tokens=max_tokens, extra=extra)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = self.client.get(f"{self.url}/metrics").text
+        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert values, f"{name} is not among the metrics of {self.name}"
+        return sum(map(float, values))
+
+    def wait_idle(self, timeout_s: float = 20.0) -> None:
+        """Wait until no request is known and no block of the pool is used; fails with what is left after that time."""
+        names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        deadline = time.monotonic() + timeout_s
+        while any(left := {name: self.metric(name) for name in names}.values()):
+            assert time.monotonic() < deadline, f"{self.name} still uses {left}"
+            time.sleep(0.05)
+
+
+class Fleet:
+    """Starts engines on demand and stops them all at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.captures = directory / "captures"
+        self.client = httpx.Client(timeout=120, trust_env=False, limits=httpx.Limits(max_connections=200))
+        self._servers = Servers(directory / "logs")
+        self._engines: dict[str, Engine] = {}
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._servers.stop()
+        self.client.close()
+
+    def model(self, kind: Kind) -> Path:
+        return make_tiny_model(self.directory / f"model-{kind}", model=TinyModel(kind=kind))
+
+    def spec(
+        self,
+        name: str,
+        *,
+        model: Kind = "hybrid",
+        role: str | None = None,
+        tp: int = 1,
+        policy: str = "fail",
+        config: Mapping[str, Any] | None = None,
+        connector: str = "HybridNixlConnector",
+        args: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> ServerSpec:
+        """How an engine is started; every engine with a role captures what it transfers."""
+        port, side_port = free_ports(2)
+        arguments = ["--model", str(self.model(model)), "--served-model-name", MODEL_NAME, "--max-model-len", "4096"]
+        arguments += ["--tensor-parallel-size", str(tp), *args]
+        environment = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+            **(env or {}),
+        }
+        if role is not None:
+            # Shorter than the defaults, so that tests of what ends by time take seconds.
+            extra = {"capture_dir": str(self.captures), "lease_s": 8, "acquire_timeout_s": 6}
+            if connector != "HybridNixlConnector":
+                extra = {}
+            extra |= config or {}
+            transfer = {
+                "kv_connector": connector,
+                "kv_role": role,
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": extra,
+            }
+            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        return ServerSpec(name, port, tuple(arguments), environment)
+
+    def engine(self, name: str, **kwargs: Any) -> Engine:
+        """The engine of that name, started now if it does not run yet."""
+        if name not in self._engines:
+            spec = self.spec(name, **kwargs)
+            self._servers.add(spec)
+            self._servers.wait_ready()
+            model = self.model(kwargs.get("model", "hybrid"))
+            self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client)
+        return self._engines[name]
+
+    def start_to_fail(self, name: str, **kwargs: Any) -> str:
+        """Start an engine that must refuse to start; returns its log."""
+        self._servers.add(self.spec(name, **kwargs))
+        log = self._servers.log(name)
+        try:
+            self._servers.wait_ready(60)
+        except ServerDiedError:
+            return log.read_text()
+        finally:
+            self._servers.stop(name)
+        raise AssertionError(f"{name} started, expected it to refuse")
+
+    def router(self, prefill: Engine, decode: Engine) -> str:
+        (port,) = free_ports(1)
+        url = self._servers.start_router(prefill.url, decode.url, port)
+        self._servers.wait_ready()
+        return url
+
+    def captured(self, params: Mapping[str, Any]) -> Captured:
+        """What both sides captured of one transfer."""
+        found = [c for c in read_captures(self.captures) if c.request_id == params["remote_request_id"]]
+        assert found, f"{params['remote_request_id']} was not captured on both sides"
+        return found[0]
+
+    def compare(self, params: Mapping[str, Any], model: Path) -> Comparison:
+        """Every byte of one transfer, P against D."""
+        return compare(self.captured(params), Shapes.from_model(model))

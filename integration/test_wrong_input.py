@@ -1,0 +1,133 @@
+"""What a client, an operator or a peer gets wrong: the exact outcome, and an engine that goes on serving."""
+
+import pytest
+
+from hybrid_connector.core.errors import PeerError
+from hybrid_connector.tools.completions import agree
+from hybrid_connector.tools.demo import MAX_TIE_NATS
+from hybrid_connector.tools.servers import free_ports
+
+from engines import Engine, Fleet, prompt_of
+from test_transfer import consumer, producer
+
+
+def assert_serves(fleet: Fleet, prefill: Engine, decode: Engine, salt: int):
+    """A proper transfer right after whatever went wrong."""
+    prompt = prompt_of(100, salt=salt)
+    params = prefill.prefill(prompt)
+    decode.answer(prompt, params)
+    assert not fleet.compare(params, decode.model).differing
+
+
+def assert_fails(decode: Engine, prompt, params, reason: str):
+    """With policy ``fail`` the request ends with an error, and D's log says why."""
+    with pytest.raises(PeerError):
+        decode.answer(prompt, params)
+    assert reason in decode.log.read_text()
+
+
+def test_an_empty_prompt_is_refused_by_both(fleet):
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    for engine in (prefill, decode):
+        response = engine.post({"prompt": "", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+        assert response.status_code == 400, response.text
+    assert_serves(fleet, prefill, decode, salt=1)
+
+
+def test_a_prompt_longer_than_the_model_is_refused(fleet):
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    response = prefill.post(
+        {"prompt": prompt_of(5000), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    )
+    assert response.status_code == 400
+    assert "4096" in response.text
+    assert_serves(fleet, prefill, decode, salt=2)
+
+
+def test_a_peer_that_is_not_there(fleet, aggregated):
+    """Policy ``fail``: an error that names the address. Policy ``recompute``: the right answer, computed locally."""
+    prefill, failing, recomputing = producer(fleet, 1), consumer(fleet, 1), consumer(fleet, 2)
+    (dead_port,) = free_ports(1)
+    prompt = prompt_of(50, salt=4)
+    params = {**prefill.prefill(prompt), "remote_port": dead_port}
+    assert_fails(failing, prompt, params, f"127.0.0.1:{dead_port}")
+    assert agree(recomputing.answer(prompt, params), aggregated.answer(prompt)).within(MAX_TIE_NATS)
+    assert_serves(fleet, prefill, failing, salt=3)
+    assert_serves(fleet, prefill, recomputing, salt=4)
+
+
+def test_a_peer_with_another_model(fleet):
+    decode = consumer(fleet, 1)
+    other = fleet.engine("prefill-attention", model="attention", role="kv_producer")
+    prompt = prompt_of(50, salt=6)
+    assert_fails(decode, prompt, other.prefill(prompt), "architecture: Qwen3ForCausalLM on P")
+    assert_serves(fleet, producer(fleet, 1), decode, salt=5)
+
+
+def test_a_reference_used_twice(fleet):
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    prompt = prompt_of(60, salt=7)
+    params = prefill.prefill(prompt)
+    decode.answer(prompt, params)
+    prefill.wait_idle()
+    assert_fails(decode, prompt, params, "consumed: it was read, or given up, before")
+    assert_serves(fleet, prefill, decode, salt=6)
+
+
+def test_a_forged_token(fleet):
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    prompt = prompt_of(60, salt=8)
+    params = {**prefill.prefill(prompt), "remote_lease_token": "0" * 32}
+    assert_fails(decode, prompt, params, "wrong_token: the token is not the one that was given out with the answer")
+    assert_serves(fleet, prefill, decode, salt=7)
+
+
+def test_parameters_of_a_wrong_type(fleet):
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    prompt = prompt_of(60, salt=9)
+    params = {**prefill.prefill(prompt), "remote_port": "5600"}
+    assert_fails(decode, prompt, params, "kv_transfer_params.remote_port: expected int, got '5600'")
+    assert_serves(fleet, prefill, decode, salt=8)
+
+
+def test_parameters_of_another_prompt(fleet):
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    params = prefill.prefill(prompt_of(60, salt=10))
+    assert_fails(
+        decode, prompt_of(61, salt=10), params, "P holds the state after 59 tokens, this prompt needs it after 60"
+    )
+    assert_serves(fleet, prefill, decode, salt=9)
+
+
+def test_a_request_for_the_other_role(fleet):
+    """A producer asked to load fails the request and says so; a consumer asked to keep state keeps none."""
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    prompt = prompt_of(60, salt=11)
+    assert_fails(prefill, prompt, prefill.prefill(prompt), "this engine has kv_role kv_producer and cannot load")
+    response = decode.post({"prompt": prompt, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+    assert response.status_code == 200
+    assert response.json()["kv_transfer_params"] is None
+    assert "kv_role is kv_consumer: nothing is kept for it" in decode.log.read_text()
+    decode.wait_idle()
+    assert_serves(fleet, prefill, decode, salt=10)
+
+
+def test_an_unknown_key_in_the_config_stops_the_engine_and_lists_the_known_ones(fleet):
+    log = fleet.start_to_fail("unknown-key", role="kv_producer", config={"lease_sec": 5})
+    assert "kv_connector_extra_config: unknown key 'lease_sec'; known keys are lease_s, handshake_timeout_s" in log
+
+
+def test_a_value_out_of_range_stops_the_engine(fleet):
+    log = fleet.start_to_fail("bad-value", role="kv_producer", config={"lease_s": -1})
+    assert "kv_connector_extra_config: Expected `float` > 0.0 - at `$.lease_s`" in log
+
+
+def test_an_unknown_role_stops_the_engine(fleet):
+    log = fleet.start_to_fail("bad-role", role="kv_prefiller")
+    assert "kv_prefiller" in log
+    assert "kv_producer" in log
+
+
+def test_a_model_with_recurrent_layers_of_a_kind_not_yet_supported_is_refused_at_start(fleet):
+    log = fleet.start_to_fail("mamba2", model="recurrent", role="kv_producer")
+    assert "recurrent layers of type MAMBA2 are not supported yet" in log
