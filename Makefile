@@ -12,7 +12,7 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend cpu)
 # Byte code pays: every vLLM process imports thousands of modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test lint unit integration lock clean
+.PHONY: help env demo test lint unit integration sweep lock clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -41,6 +41,9 @@ unit: env        ## tests/: no vLLM, no NIXL, under a minute
 
 integration: env ## integration/: real NIXL, real vLLM engines, the real router
 	$(BIN)/python -m pytest integration -q
+
+sweep: env       ## every family and geometry against a byte oracle, and the in-tree connector's arithmetic beside it
+	$(BIN)/python -m hybrid_connector.tools.sweep_geometry
 
 lock: env        ## resolve the locked versions anew
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python-version 3.11 --extra cpu --extra test \

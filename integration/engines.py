@@ -89,14 +89,16 @@ class Fleet:
         self._servers.stop()
         self.client.close()
 
-    def model(self, kind: Kind) -> Path:
-        return make_tiny_model(self.directory / f"model-{kind}", model=TinyModel(kind=kind))
+    def model(self, model: Kind | TinyModel) -> Path:
+        """The directory of a tiny model, made when first asked for."""
+        recipe = model if isinstance(model, TinyModel) else TinyModel(kind=model)
+        return make_tiny_model(self.directory / f"model-{recipe.kind}-{recipe.num_layers}", model=recipe)
 
     def spec(
         self,
         name: str,
         *,
-        model: Kind = "hybrid",
+        model: Kind | TinyModel = "hybrid",
         role: str | None = None,
         tp: int = 1,
         policy: str = "fail",
@@ -131,13 +133,24 @@ class Fleet:
 
     def engine(self, name: str, **kwargs: Any) -> Engine:
         """The engine of that name, started now if it does not run yet."""
-        if name not in self._engines:
-            spec = self.spec(name, **kwargs)
-            self._servers.add(spec)
-            self._servers.wait_ready()
-            model = self.model(kwargs.get("model", "hybrid"))
-            self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client)
-        return self._engines[name]
+        return self.engines(**{name: kwargs})[name]
+
+    def engines(self, **wanted: Mapping[str, Any]) -> dict[str, Engine]:
+        """Several engines by name, started at the same time."""
+        for name, kwargs in wanted.items():
+            if name not in self._engines:
+                spec = self.spec(name, **kwargs)
+                self._servers.add(spec)
+                model = self.model(kwargs.get("model", "hybrid"))
+                self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client)
+        self._servers.wait_ready()
+        return {name: self._engines[name] for name in wanted}
+
+    def stop(self, *engines: Engine) -> None:
+        """Stop engines that no later test needs."""
+        for engine in engines:
+            del self._engines[engine.name]
+            self._servers.stop(engine.name)
 
     def start_to_fail(self, name: str, **kwargs: Any) -> str:
         """Start an engine that must refuse to start; returns its log."""
@@ -162,6 +175,16 @@ class Fleet:
         found = [c for c in read_captures(self.captures) if c.request_id == params["remote_request_id"]]
         assert found, f"{params['remote_request_id']} was not captured on both sides"
         return found[0]
+
+    def transfer(self, prefill: Engine, decode: Engine, prompt: str) -> Answer:
+        """Through both engines as a router would; fails if a byte of state differs. Returns D's answer."""
+        params = prefill.prefill(prompt)
+        answer = decode.answer(prompt, params)
+        compared = self.compare(params, decode.model)
+        assert not compared.differing, f"{prefill.name} to {decode.name}, {len(prompt)} tokens: {compared.differing}"
+        moved = [capture.meta["moved"] for capture in self.captured(params).loaded]
+        assert {rank["transport"] for rank in moved} == {"nixl"}
+        return answer
 
     def compare(self, params: Mapping[str, Any], model: Path) -> Comparison:
         """Every byte of one transfer, P against D."""

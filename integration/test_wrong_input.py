@@ -128,6 +128,7 @@ def test_an_unknown_role_stops_the_engine(fleet):
     assert "kv_producer" in log
 
 
-def test_a_model_with_recurrent_layers_of_a_kind_not_yet_supported_is_refused_at_start(fleet):
-    log = fleet.start_to_fail("mamba2", model="recurrent", role="kv_producer")
-    assert "recurrent layers of type MAMBA2 are not supported yet" in log
+def test_context_parallelism_stops_the_engine(fleet):
+    args = ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2")
+    log = fleet.start_to_fail("context-parallel", model="mla", role="kv_producer", args=args)
+    assert "decode context parallelism of size 2 is not supported yet: use size 1" in log

@@ -9,8 +9,8 @@ import pytest
 
 from hybrid_connector.core.blocks import Group, Layer, RankLayout
 from hybrid_connector.core.errors import TransferError
-from hybrid_connector.core.families import ElementType, attention, gated_delta_net
-from hybrid_connector.core.geometry import Box, CacheTensor, Shard, StateKind, dense_shard
+from hybrid_connector.core.families import Attention, ElementType, StatePage, TokenPage, delta_net
+from hybrid_connector.core.geometry import Box, CacheTensor, Shard, StateKind
 from hybrid_connector.core.lowering import Run
 from hybrid_connector.core.planning import LayerPair, PageCopies, Plan, plan_transfer
 from hybrid_connector.transport.binding import Binder, BoundCopies, kind_bytes
@@ -176,20 +176,12 @@ def attention_layout(num_layers: int, group: Group, *, block_outermost: bool = F
     num_pages = group.num_blocks * group.pages_per_block
     layers = []
     for i in range(num_layers):
-        tensor, box = attention(
-            f"layers.{i}",
-            num_kv_heads=num_heads,
-            content_bytes=64,
-            element=BF16,
-            page_tokens=group.page_tokens,
-            rank=0,
-            num_ranks=1,
-        )
-        shard = dense_shard(tensor, box)
+        page = TokenPage(group.page_tokens, (64 * group.page_tokens, 64, 2))
+        (shard,) = Attention(num_heads, 32, BF16).shards(f"layers.{i}", page, rank=0, num_ranks=1)
         if block_outermost:
-            layers.append(Layer(tensor.name, 0, i * page_bytes, num_layers * page_bytes, (shard,)))
+            layers.append(Layer(shard.tensor.name, 0, i * page_bytes, num_layers * page_bytes, (shard,)))
         else:
-            layers.append(Layer(tensor.name, 0, i * num_pages * page_bytes, page_bytes, (shard,)))
+            layers.append(Layer(shard.tensor.name, 0, i * num_pages * page_bytes, page_bytes, (shard,)))
     return RankLayout(0, num_layers * num_pages * page_bytes, (group,), tuple(layers))
 
 
@@ -245,8 +237,7 @@ def hybrid_layout(num_recurrent: int, num_attention: int, num_ranks: int, rank: 
     layers = []
     offset = 0
     for i in range(num_recurrent):
-        shards = gated_delta_net(
-            f"gdn.{i}",
+        family = delta_net(
             num_key_heads=16,
             num_value_heads=64,
             key_dim=128,
@@ -254,24 +245,14 @@ def hybrid_layout(num_recurrent: int, num_attention: int, num_ranks: int, rank: 
             num_taps=3,
             conv_element=BF16,
             temporal_element=ElementType("float32", 4),
-            channel_first=True,
-            rank=rank,
-            num_ranks=num_ranks,
         )
+        shards = family.shards(f"gdn.{i}", StatePage(channel_first=True), rank=rank, num_ranks=num_ranks)
         page_bytes = sum(shard.num_bytes for shard in shards)
         layers.append(Layer(f"gdn.{i}", 0, offset, page_bytes, shards))
         offset += 4 * page_bytes
     for i in range(num_attention):
-        tensor, box = attention(
-            f"attn.{i}",
-            num_kv_heads=2,
-            content_bytes=1024,
-            element=BF16,
-            page_tokens=64,
-            rank=rank,
-            num_ranks=num_ranks,
-        )
-        shard = dense_shard(tensor, box)
+        page = TokenPage(64, (64 * 1024, 1024, 2))
+        (shard,) = Attention(2, 512, BF16).shards(f"attn.{i}", page, rank=rank, num_ranks=num_ranks)
         layers.append(Layer(f"attn.{i}", 1, offset, shard.num_bytes, (shard,)))
         offset += 8 * 33 * shard.num_bytes
     return RankLayout(rank, offset, groups, tuple(layers))

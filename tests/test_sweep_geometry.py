@@ -8,20 +8,8 @@ import pytest
 
 from hybrid_connector.tools import sweep_geometry
 from hybrid_connector.tools.byte_oracle import Ranges
-from hybrid_connector.tools.sweep_geometry import (
-    CASE_1,
-    FAMILIES,
-    ORDER_PAIRS,
-    STATE_PAIRS,
-    Engine,
-    Model,
-    Row,
-    StoragePairs,
-    Tally,
-    exit_status,
-    read_planned,
-    sweep,
-)
+from hybrid_connector.tools.sweep_geometry import Engine, Tally, exit_status, read_planned, sweep
+from hybrid_connector.tools.sweep_grid import CASE_1, FAMILIES, ORDER_PAIRS, STATE_PAIRS, Model, Row, StoragePairs
 
 SIZES = (1, 2, 4, 8)
 
@@ -54,7 +42,7 @@ def test_latent_vectors_come_from_any_rank() -> None:
     assert (tally.tried, tally.wrong_bytes, tally.outside_bytes) == (2 * PAIRS_PER_STORAGE, 0, 0)
 
 
-@pytest.mark.parametrize("model", [CASE_1, FAMILIES["mamba2, one group"][0][0]], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [CASE_1, FAMILIES["mamba2, 1 group"][0][0]], ids=lambda model: model.name)
 def test_in_tree_a_single_group_is_wrong_wherever_tp_differs(model: Model) -> None:
     """CASES.md, case 1 (vllm#55208): every cell of two different TP sizes, and none of equal ones."""
     sizes = tuple(size for size in SIZES if size in model.sizes)
@@ -88,7 +76,7 @@ def test_in_tree_attention_is_wrong_where_p_has_replicas_and_d_several_heads_tok
     assert tally.wrong_cells == {("2 KV heads, LBNHC", 4): {1}, ("2 KV heads, LBNHC", 8): {1}}
 
 
-@pytest.mark.parametrize("family", ["mamba1", "mamba2, a group a rank", "gated delta net", "KDA", "MLA"])
+@pytest.mark.parametrize("family", ["mamba1", "mamba2, TP <= groups", "gated delta net", "KDA", "MLA"])
 def test_in_tree_all_else_is_right(family: str) -> None:
     pairs = ORDER_PAIRS[:1] if family == "MLA" else STATE_PAIRS[:1]
     tally = sweep(small(family, pairs))

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from hybrid_connector.core.blocks import Group, Layer, RankLayout
 from hybrid_connector.core.errors import HybridConnectorError, PeerError, TransferError, WireError
-from hybrid_connector.core.families import ElementType, attention, gated_delta_net
-from hybrid_connector.core.geometry import Shard, dense_shard
+from hybrid_connector.core.families import Attention, ElementType, StatePage, TokenPage, delta_net
+from hybrid_connector.core.geometry import Shard
 from hybrid_connector.core.planning import plan_transfer
 from hybrid_connector.transport.base import Region, TransferState, Transport, host_region
 from hybrid_connector.transport.binding import Binder, BoundCopies
@@ -31,6 +31,17 @@ DEADLINE_S = 60.0
 
 Bytes = NDArray[np.uint8]
 BlockIds = tuple[tuple[int, ...], ...]
+
+
+GATED_DELTA_NET = delta_net(
+    num_key_heads=4,
+    num_value_heads=8,
+    key_dim=4,
+    value_dim=4,
+    num_taps=3,
+    conv_element=BF16,
+    temporal_element=FP32,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +61,16 @@ class Storage:
         layers = []
         offset = 64
         for i in range(3):
-            shards = gated_delta_net(
-                f"gdn.{i}",
-                num_key_heads=4,
-                num_value_heads=8,
-                key_dim=4,
-                value_dim=4,
-                num_taps=3,
-                conv_element=BF16,
-                temporal_element=FP32,
-                channel_first=self.channel_first,
-                rank=rank,
-                num_ranks=self.num_ranks,
-            )
+            page = StatePage(self.channel_first)
+            shards = GATED_DELTA_NET.shards(f"gdn.{i}", page, rank=rank, num_ranks=self.num_ranks)
             page_stride = sum(shard.num_bytes for shard in shards) + self.padding
             layers.append(Layer(f"gdn.{i}", 0, offset, page_stride, shards))
             offset += page_stride * self.num_blocks
         for i in range(2):
-            tensor, box = attention(
-                f"attn.{i}",
-                num_kv_heads=2,
-                content_bytes=16,
-                element=BF16,
-                page_tokens=self.page_tokens,
-                rank=rank,
-                num_ranks=self.num_ranks,
-            )
-            shard = dense_shard(tensor, box, order=(1, 0, 2) if self.token_first else None)
+            num_heads = max(1, 2 // self.num_ranks)
+            strides = (16, num_heads * 16, 2) if self.token_first else (self.page_tokens * 16, 16, 2)
+            tokens = TokenPage(self.page_tokens, strides)
+            (shard,) = Attention(2, 8, BF16).shards(f"attn.{i}", tokens, rank=rank, num_ranks=self.num_ranks)
             page_stride = shard.num_bytes + self.padding
             layers.append(Layer(f"attn.{i}", 1, offset, page_stride, (shard,)))
             offset += page_stride * self.num_blocks * self.pages_per_block

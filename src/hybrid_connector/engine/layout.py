@@ -1,10 +1,10 @@
 """What do vLLM's cache structures say about where this rank's state lies?
 
 The only module that knows them. It reads, and a test fails first when an upgrade moves one of:
-``KVCacheConfig``: num_blocks, transfer_groups, select_transfer_block_ids, has_mamba_layers, needs_kv_cache_zeroing;
+``KVCacheConfig``: num_blocks, transfer_groups, select_transfer_block_ids, needs_kv_cache_zeroing;
 ``KVCacheGroupSpec``: layer_names, kv_cache_spec, host_resident;
 ``UniformTypeKVCacheSpecs``: kv_cache_specs;
-``FullAttentionSpec``: block_size, num_kv_heads, dtype, kv_quant_mode, sliding_window, attention_chunk_size,
+``FullAttentionSpec``, ``SlidingWindowSpec``, ``MLAAttentionSpec``: block_size, num_kv_heads, kv_quant_mode,
 num_head_slots, tokens_per_state, state_content_size_bytes;
 ``MambaSpec``: block_size, shapes, dtypes, mamba_type, tp_replicated;
 registered tensors: attention ``[kernel blocks, H, N, C]``, recurrent ``[blocks, 1, 1, bytes]``, one backing storage;
@@ -13,26 +13,30 @@ registered tensors: attention ``[kernel blocks, H, N, C]``, recurrent ``[blocks,
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.transformers_utils.config import PretrainedConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
-    KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
+from hybrid_connector.core import families
 from hybrid_connector.core.blocks import BlockIds, Group, Layer, RankLayout
 from hybrid_connector.core.errors import UnsupportedError
-from hybrid_connector.core.families import ElementType, attention, gated_delta_net
+from hybrid_connector.core.families import Attention, ElementType, Recurrent, StatePage, TokenPage
 from hybrid_connector.core.geometry import Shard
 from hybrid_connector.transport.base import Region
 
@@ -82,8 +86,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     ):
         if size > 1:
             raise UnsupportedError(f"{feature} of size {size} is not supported yet: use size 1")
-    if vllm_config.speculative_config is not None:
-        raise UnsupportedError("speculative decoding is not supported yet: start without a speculative config")
     for group in kv_cache_config.transfer_groups:
         if group.host_resident:
             raise UnsupportedError(f"{group.layer_names[0]}: host-resident caches are not supported")
@@ -93,20 +95,19 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 def _refuse_unsupported_spec(name: str, spec: KVCacheSpec) -> None:
     if isinstance(spec, MambaSpec):
-        if spec.mamba_type != MambaAttentionBackendEnum.GDN_ATTN:
-            raise UnsupportedError(f"{name}: recurrent layers of type {spec.mamba_type.name} are not supported yet")
-        if spec.tp_replicated or len(spec.shapes) != 2:
-            raise UnsupportedError(f"{name}: expected a conv and a temporal state split over ranks, got {spec.shapes}")
+        if spec.mamba_type not in _RECURRENT:
+            raise UnsupportedError(f"{name}: recurrent layers of type {spec.mamba_type.name} are not supported")
+        if spec.tp_replicated:
+            raise UnsupportedError(f"{name}: recurrent states that every rank holds whole are not supported yet")
         return
-    # Subclasses (MLA, sink attention, ...) place their bytes differently.
-    if type(spec) is not FullAttentionSpec:
+    # Other subclasses (sink, chunked, compressed attention, ...) place or choose their bytes differently.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec):
         raise UnsupportedError(f"{name}: caches of type {type(spec).__name__} are not supported yet")
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        raise UnsupportedError(f"{name}: sliding-window and chunked attention are not supported yet")
-    if spec.kv_quant_mode != KVQuantMode.NONE:
-        raise UnsupportedError(f"{name}: K/V quantised as {spec.kv_quant_mode.name} are not supported yet")
     if spec.num_head_slots not in (None, spec.num_kv_heads) or spec.tokens_per_state != 1:
-        raise UnsupportedError(f"{name}: packed attention pages are not supported yet")
+        raise UnsupportedError(
+            f"{name}: packed attention pages are not supported yet: {spec.num_head_slots} slots for "
+            f"{spec.num_kv_heads} KV heads, {spec.tokens_per_state} tokens per entry"
+        )
 
 
 def read_caches(
@@ -173,51 +174,120 @@ def _describe_absent(spec: KVCacheSpec, num_blocks: int) -> Group:
 def _describe_shards(
     vllm_config: VllmConfig, name: str, spec: KVCacheSpec, cache: torch.Tensor, rank: int, num_ranks: int
 ) -> tuple[Shard, ...]:
-    if isinstance(spec, MambaSpec):
-        return _describe_gated_delta_net(name, spec, rank, num_ranks)
-    assert isinstance(spec, FullAttentionSpec)
     try:
-        tensor, box = attention(
+        if isinstance(spec, MambaSpec):
+            family = _RECURRENT[spec.mamba_type](spec, num_ranks, vllm_config.model_config.hf_text_config)
+            page = StatePage(conv_channel_first())
+            shapes = family.shapes(page, rank=rank, num_ranks=num_ranks)
+            if shapes != tuple(map(tuple, spec.shapes)):
+                raise UnsupportedError(f"{name}: expected states of shapes {shapes}, vLLM has {spec.shapes}")
+            return family.shards(name, page, rank=rank, num_ranks=num_ranks)
+        return _describe_attention(vllm_config, spec, cache).shards(
             name,
-            num_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
-            content_bytes=spec.state_content_size_bytes,
-            element=element_type(spec.dtype),
-            page_tokens=cache.shape[2],
+            TokenPage(cache.shape[2], _byte_strides(cache)),
             rank=rank,
             num_ranks=num_ranks,
         )
     except ValueError as error:
         raise UnsupportedError(f"{name}: {error}") from error
-    if box.shape != tuple(cache.shape[1:]):
-        raise UnsupportedError(
-            f"{name}: expected pages of (H, N, C) = {box.shape}, vLLM registered {tuple(cache.shape[1:])}"
-        )
-    return (Shard(tensor, box, 0, tuple(stride * cache.element_size() for stride in cache.stride()[1:])),)
 
 
-def _describe_gated_delta_net(name: str, spec: MambaSpec, rank: int, num_ranks: int) -> tuple[Shard, ...]:
-    """A page holds the conv state, then the temporal state (value heads, value_dim, key_dim); q and k are alike."""
-    channel_first = conv_channel_first()
-    num_channels, num_taps = spec.shapes[0] if channel_first else reversed(spec.shapes[0])
-    value_heads, value_dim, key_dim = spec.shapes[1]
-    key_channels = num_channels - value_heads * value_dim
-    if key_channels <= 0 or key_channels % (2 * key_dim):
-        raise UnsupportedError(
-            f"{name}: {num_channels} conv channels are not q and k (of {key_dim} a head) and v ({value_heads} heads)"
-        )
-    return gated_delta_net(
-        name,
-        num_key_heads=key_channels // (2 * key_dim) * num_ranks,
-        num_value_heads=value_heads * num_ranks,
+def _byte_strides(cache: torch.Tensor) -> tuple[int, int, int]:
+    _, heads, tokens, content = (stride * cache.element_size() for stride in cache.stride())
+    return heads, tokens, content
+
+
+def _describe_attention(vllm_config: VllmConfig, spec: KVCacheSpec, cache: torch.Tensor) -> Attention:
+    """Attention of the whole model; a rank's cache is ``[pages, H, N, C]``, C being K and V, or one latent vector."""
+    num_kv_heads = 1 if isinstance(spec, MLAAttentionSpec) else vllm_config.model_config.get_total_num_kv_heads()
+    _, heads, tokens, content = cache.shape
+    if heads != max(1, num_kv_heads // vllm_config.parallel_config.tensor_parallel_size):
+        raise UnsupportedError(f"expected a rank's share of {num_kv_heads} KV heads, vLLM registered {heads}")
+    if content * cache.element_size() != spec.state_content_size_bytes:
+        raise UnsupportedError(f"expected {spec.state_content_size_bytes} bytes per token, vLLM registered {content}")
+    element = element_type(cache.dtype)
+    if cache.device.type == "cpu":
+        # The CPU's kernels lay a head's page out in an order of their own, K before V (cpu_attn.py), whatever the view
+        # says: pages move whole, and only between engines whose pages are of the same length.
+        element = ElementType(f"{element.name} in CPU pages of {tokens} tokens", element.num_bytes)
+    return Attention(num_kv_heads, content, element)
+
+
+def _mamba1(spec: MambaSpec, num_ranks: int, config: Any) -> Recurrent:
+    num_channels, state_dim = spec.shapes[1]
+    return families.mamba1(
+        num_channels=num_channels * num_ranks,
+        state_dim=state_dim,
+        num_taps=_conv_shape(spec)[1],
+        conv_element=element_type(spec.dtypes[0]),
+        temporal_element=element_type(spec.dtypes[1]),
+    )
+
+
+def _mamba2(spec: MambaSpec, num_ranks: int, config: Any) -> Recurrent:
+    num_heads, head_dim, state_dim = spec.shapes[1]
+    num_channels, num_taps = _conv_shape(spec)
+    num_groups = (num_channels - num_heads * head_dim) // (2 * state_dim) * num_ranks
+    if num_groups == num_ranks:
+        # One group per rank: the model may have that many, or a single one that every rank holds.
+        num_groups = next((getattr(config, key) for key in _NUM_GROUPS if hasattr(config, key)), num_groups)
+    return families.mamba2(
+        num_heads=num_heads * num_ranks,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_dim=state_dim,
+        num_taps=num_taps,
+        conv_element=element_type(spec.dtypes[0]),
+        temporal_element=element_type(spec.dtypes[1]),
+    )
+
+
+def _delta_net(spec: MambaSpec, num_ranks: int, config: Any) -> Recurrent:
+    """Also KDA. q and k are alike; what is left of the channels after v is theirs."""
+    num_heads, value_dim, key_dim = spec.shapes[1]
+    num_channels, num_taps = _conv_shape(spec)
+    return families.delta_net(
+        num_key_heads=(num_channels - num_heads * value_dim) // (2 * key_dim) * num_ranks,
+        num_value_heads=num_heads * num_ranks,
         key_dim=key_dim,
         value_dim=value_dim,
         num_taps=num_taps,
         conv_element=element_type(spec.dtypes[0]),
         temporal_element=element_type(spec.dtypes[1]),
-        channel_first=channel_first,
-        rank=rank,
-        num_ranks=num_ranks,
     )
+
+
+def _short_convolution(spec: MambaSpec, num_ranks: int, config: Any) -> Recurrent:
+    num_channels, num_taps = _conv_shape(spec)
+    return families.short_convolution(
+        num_channels=num_channels * num_ranks, num_taps=num_taps, element=element_type(spec.dtypes[0])
+    )
+
+
+def _linear_attention(spec: MambaSpec, num_ranks: int, config: Any) -> Recurrent:
+    num_heads, head_dim, _ = spec.shapes[0]
+    return families.linear_attention(
+        num_heads=num_heads * num_ranks, head_dim=head_dim, element=element_type(spec.dtypes[0])
+    )
+
+
+_RECURRENT: Mapping[MambaAttentionBackendEnum, Callable[[MambaSpec, int, Any], Recurrent]] = {
+    MambaAttentionBackendEnum.MAMBA1: _mamba1,
+    MambaAttentionBackendEnum.MAMBA2: _mamba2,
+    MambaAttentionBackendEnum.GDN_ATTN: _delta_net,
+    MambaAttentionBackendEnum.SHORT_CONV: _short_convolution,
+    MambaAttentionBackendEnum.LINEAR: _linear_attention,
+}
+"""How a rank's shapes become the whole model's numbers, by vLLM's name of the layer type."""
+
+_NUM_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+"""What model configs call the number of B and C groups."""
+
+
+def _conv_shape(spec: MambaSpec) -> tuple[int, int]:
+    """Channels and taps of a rank's conv state."""
+    first, second = spec.shapes[0]
+    return (first, second) if conv_channel_first() else (second, first)
 
 
 def conv_channel_first() -> bool:
@@ -230,10 +300,10 @@ def element_type(dtype: torch.dtype) -> ElementType:
     return ElementType(str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
-def model_factors(vllm_config: VllmConfig, model_id: str) -> dict[str, str]:
+def model_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_id: str) -> dict[str, str]:
     """What two engines must agree on besides the geometry of their tensors."""
     model = vllm_config.model_config
-    config = model.hf_config.to_dict()
+    config = _published_config(model.model, model.revision) or model.hf_config.to_dict()
     # Where the files lie and which library wrote them says nothing about the model.
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
@@ -244,7 +314,29 @@ def model_factors(vllm_config: VllmConfig, model_id: str) -> dict[str, str]:
         "model revision": str(model.revision or ""),
         "model_id": model_id,
         "computation dtype": element_type(model.dtype).name,
+        # Kernels of different devices need not agree on the order within a page.
+        "device": str(vllm_config.device_config.device_type),
+        "K/V quantisation": ",".join(sorted(_quantisations(kv_cache_config))),
+        "speculative decoding": _speculation(vllm_config),
     }
+
+
+def _published_config(model: str, revision: str | None) -> dict[str, Any] | None:
+    """``config.json`` as published: vLLM edits its own copy, by tensor-parallel size among others."""
+    try:
+        return dict(PretrainedConfig.get_config_dict(model, revision=revision)[0])
+    except OSError:  # other formats have no such file
+        return None
+
+
+def _quantisations(kv_cache_config: KVCacheConfig) -> set[str]:
+    specs = map(group_spec, kv_cache_config.transfer_groups)
+    return {spec.kv_quant_mode.name for spec in specs if not isinstance(spec, MambaSpec)}
+
+
+def _speculation(vllm_config: VllmConfig) -> str:
+    config = vllm_config.speculative_config
+    return "off" if config is None else f"{config.method}, {config.num_speculative_tokens} tokens"
 
 
 def state_block_ids(kv_cache_config: KVCacheConfig, block_ids: Sequence[list[int]], num_tokens: int) -> BlockIds:
@@ -264,9 +356,14 @@ def state_block_ids(kv_cache_config: KVCacheConfig, block_ids: Sequence[list[int
     return tuple(chosen)
 
 
-def is_recurrent(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether the model has layers whose state cannot be cut back to fewer tokens."""
-    return bool(kv_cache_config.has_mamba_layers)
+def overwrites_state(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether the state after N tokens no longer contains the state after N - 1.
+
+    Recurrent layers overwrite it, and sliding windows drop the block that token N - 1 still needs.
+    """
+    return any(
+        isinstance(group_spec(group), MambaSpec | SlidingWindowSpec) for group in kv_cache_config.transfer_groups
+    )
 
 
 def tail_views(

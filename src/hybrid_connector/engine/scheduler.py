@@ -27,7 +27,7 @@ from hybrid_connector.core.errors import HybridConnectorError
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest
 from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, StepOrders, StepReport
-from hybrid_connector.engine.layout import is_recurrent, model_factors, state_block_ids
+from hybrid_connector.engine.layout import model_factors, overwrites_state, state_block_ids
 from hybrid_connector.engine.producer import Producer
 from hybrid_connector.wire.manifest import EngineManifest, Factors, RankManifest
 from hybrid_connector.wire.messages import PROTOCOL_VERSION
@@ -62,7 +62,7 @@ class Scheduler:
         self._engine_id = transfer.engine_id
         self._is_producer = transfer.is_kv_producer
         self._is_consumer = transfer.is_kv_consumer
-        self._recurrent = is_recurrent(kv_cache_config)
+        self._overwrites = overwrites_state(kv_cache_config)
         self._incarnation = secrets.token_hex(8)
         self._host = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index
@@ -90,7 +90,7 @@ class Scheduler:
             engine_id=self._engine_id,
             incarnation=self._incarnation,
             tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
-            factors=Factors.of(model_factors(self._vllm_config, self._config.model_id)),
+            factors=Factors.of(model_factors(self._vllm_config, self._kv_cache_config, self._config.model_id)),
             vllm_version=_vllm_version(),
             connector_version=__version__,
             lease_s=self._config.lease_s,
@@ -123,11 +123,11 @@ class Scheduler:
             self._begin_fetch(request, params)
 
     def _stop_before_last_token(self, request: Request) -> None:
-        """D computes the last prompt token itself, and a recurrent state cannot be cut back: stop at the state before.
+        """D computes the last prompt token itself, from the state before it: where that is overwritten, stop there.
 
         Not for a single token, which leaves nothing to send, nor where D will not load (prompt log-probabilities).
         """
-        if not self._recurrent or request.num_prompt_tokens <= 1 or request.get_skip_reading_prefix_cache():
+        if not self._overwrites or request.num_prompt_tokens <= 1 or request.get_skip_reading_prefix_cache():
             return
         if request.prompt_token_ids is not None:
             del request.prompt_token_ids[-1:]
@@ -141,7 +141,7 @@ class Scheduler:
         self._cut.add(request.request_id)
 
     def _begin_fetch(self, request: Request, params: Mapping[str, Any]) -> None:
-        num_tokens = request.num_prompt_tokens - 1 if self._recurrent else request.num_prompt_tokens
+        num_tokens = request.num_prompt_tokens - 1 if self._overwrites else request.num_prompt_tokens
         fetch = _Fetch(num_tokens)
         self._fetches[request.request_id] = fetch
         if self._consumer is None:
@@ -282,7 +282,7 @@ class Scheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         nothing = {"do_remote_prefill": False, "do_remote_decode": False, "remote_engine_id": self._engine_id}
         num_tokens = request.num_prompt_tokens
-        if self._recurrent and (not was_cut or request.num_computed_tokens != num_tokens):
+        if self._overwrites and (not was_cut or request.num_computed_tokens != num_tokens):
             # A single-token prompt, or prompt log-probabilities: D computes the prompt itself.
             return False, nothing
         if request.num_computed_tokens < num_tokens:

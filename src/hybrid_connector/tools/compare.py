@@ -9,7 +9,7 @@ It knows the model's shapes from its config and nothing of layouts, plans or tra
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,24 +45,84 @@ class Comparison:
     differing: tuple[str, ...]
 
 
+Section = tuple[int, int]
+"""Units (heads, groups, channels) of a part of a conv state, and channels per unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """The model's numbers that say how its state is split over ranks.
 
-    ``conv_sections``: channels of each independently sharded part of a conv state.
+    ``conv_sections``: the independently split parts of a conv state, in order; empty where there is no conv state.
     """
 
     num_kv_heads: int
-    conv_sections: tuple[int, ...]
+    conv_sections: tuple[Section, ...]
 
     @classmethod
     def from_model(cls, directory: Path) -> "Shapes":
-        """Read ``config.json`` of a model with attention and gated-delta-net layers."""
+        """Read ``config.json``; raises ``ValueError`` for a type of model that is not known here."""
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
-        keys = config.get("linear_num_key_heads", 0) * config.get("linear_key_head_dim", 0)
-        values = config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
-        return cls(config.get("num_key_value_heads", config.get("num_attention_heads", 1)), (keys, keys, values))
+        model_type = config["model_type"]
+        if model_type not in _CONV_SECTIONS:
+            raise ValueError(
+                f"{directory}: cannot compare models of type {model_type}, only {', '.join(_CONV_SECTIONS)}"
+            )
+        latent = "kv_lora_rank" in config
+        num_kv_heads = 1 if latent else config.get("num_key_value_heads") or config.get("num_attention_heads", 1)
+        return cls(num_kv_heads, _CONV_SECTIONS[model_type](config))
+
+
+def _delta_net(config: Mapping[str, Any]) -> tuple[Section, ...]:
+    keys = (config["linear_num_key_heads"], config["linear_key_head_dim"])
+    return keys, keys, (config["linear_num_value_heads"], config["linear_value_head_dim"])
+
+
+def _kda(config: Mapping[str, Any]) -> tuple[Section, ...]:
+    linear = config["linear_attn_config"]
+    return ((linear["num_heads"], linear["head_dim"]),) * 3
+
+
+def _mamba2(heads: str, head_dim: str, groups: str, state: str) -> Callable[[Mapping[str, Any]], tuple[Section, ...]]:
+    def read(config: Mapping[str, Any]) -> tuple[Section, ...]:
+        group = (config[groups], config[state])
+        return (config[heads], config[head_dim]), group, group
+
+    return read
+
+
+def _mamba1(config: Mapping[str, Any]) -> tuple[Section, ...]:
+    if "mamba_expand" in config:
+        return ((config["mamba_expand"] * config["hidden_size"], 1),)
+    return ((config.get("intermediate_size", config.get("expand", 2) * config["hidden_size"]), 1),)
+
+
+def _short_convolution(config: Mapping[str, Any]) -> tuple[Section, ...]:
+    return ((config["hidden_size"], 1),)
+
+
+def _no_conv(config: Mapping[str, Any]) -> tuple[Section, ...]:
+    return ()
+
+
+_CONV_SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Section, ...]]] = {
+    "qwen3_5_text": _delta_net,
+    "qwen3_5": _delta_net,
+    "qwen3_next": _delta_net,
+    "kimi_linear": _kda,
+    "granitemoehybrid": _mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
+    "falcon_h1": _mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
+    "bamba": _mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
+    "nemotron_h": _mamba2("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
+    "mamba2": _mamba2("num_heads", "head_dim", "n_groups", "state_size"),
+    "jamba": _mamba1,
+    "mamba": _mamba1,
+    "lfm2": _short_convolution,
+    "qwen3": _no_conv,
+    "gemma3_text": _no_conv,
+    "deepseek_v2": _no_conv,
+}
 
 
 def read_captures(directory: Path) -> tuple[Captured, ...]:
@@ -102,12 +162,11 @@ def _assemble_stage(captures: Sequence[Capture], shapes: Shapes) -> dict[str, By
     for name in captures[0].arrays:
         parts = [capture.arrays[name] for capture in captures]
         if name.endswith("|kv"):
-            tensors[name] = _join_heads(name, parts, shapes.num_kv_heads)
-        elif name.endswith("|state0"):
+            tensors[name] = _join_units(name, parts, shapes.num_kv_heads)
+        elif name.endswith("|state0") and shapes.conv_sections:
             if not captures[0].meta["conv_channel_first"]:
                 parts = [part.swapaxes(0, 1) for part in parts]
-            for index, section in enumerate(_split_sections(name, parts, shapes.conv_sections)):
-                tensors[f"{name}.{index}"] = section
+            tensors |= _join_sections(name, parts, shapes.conv_sections)
         else:
             tensors[name] = np.concatenate(parts)
     return tensors
@@ -130,23 +189,24 @@ def compare(captured: Captured, shapes: Shapes) -> Comparison:
     return Comparison(len(ours), sum(tensor.nbytes for tensor in ours.values()), tuple(differing))
 
 
-def _join_heads(name: str, parts: Sequence[ByteArray], num_heads: int) -> ByteArray:
-    """Heads in order; where there are more ranks than heads, consecutive ranks hold the same one."""
-    if len(parts) <= num_heads:
+def _join_units(name: str, parts: Sequence[ByteArray], num_units: int) -> ByteArray:
+    """Units in order; where there are more ranks than units, consecutive ranks hold the same one."""
+    if len(parts) <= num_units:
         return np.concatenate(parts)
-    copies = len(parts) // num_heads
+    copies = len(parts) // num_units
     for rank, part in enumerate(parts):
         if not np.array_equal(part, parts[rank - rank % copies]):
             raise ValueError(f"{name}: rank {rank} differs from its replica {rank - rank % copies}")
     return np.concatenate(parts[::copies])
 
 
-def _split_sections(name: str, parts: Sequence[ByteArray], sections: Sequence[int]) -> list[ByteArray]:
-    """Each rank holds its share of every section, one after the other."""
-    shares = [channels // len(parts) for channels in sections]
+def _join_sections(name: str, parts: Sequence[ByteArray], sections: Sequence[Section]) -> dict[str, ByteArray]:
+    """Each rank holds its part of every section, one after the other along the channels."""
+    shares = [max(1, num_units // len(parts)) * unit for num_units, unit in sections]
     if any(part.shape[0] != sum(shares) for part in parts):
         raise ValueError(f"{name}: expected {sum(shares)} channels per rank, got {[part.shape[0] for part in parts]}")
-    ends = np.cumsum(shares)
-    return [
-        np.concatenate([part[end - share : end] for part in parts]) for share, end in zip(shares, ends, strict=True)
-    ]
+    joined = {}
+    for index, ((num_units, _), share, end) in enumerate(zip(sections, shares, np.cumsum(shares), strict=True)):
+        held = [part[end - share : end] for part in parts]
+        joined[f"{name}.{index}"] = _join_units(f"{name}.{index}", held, num_units)
+    return joined

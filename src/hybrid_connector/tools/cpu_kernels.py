@@ -6,7 +6,8 @@
 2. Mamba1 and short convolutions: weights of four taps;
 3. Mamba1: the scan of a prompt, the decode step, contiguous rows;
 4. Mamba2 with prefix caching: the state at a block's end in the middle of a prompt;
-5. pipeline parallelism: the buffer for the previous stage's output.
+5. latent attention and LFM2: the rotation of queries that are not flattened;
+6. pipeline parallelism: the buffer for the previous stage's output.
 
 Plain torch throughout: tiny models are small.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +31,7 @@ def supply_missing_kernels() -> None:
     _unpack_convolutions()
     _supply_mamba1()
     _supply_mamba2_checkpoints()
+    _rotate_heads()
     _supply_stage_buffers()
 
 
@@ -173,15 +176,16 @@ def _supply_mamba2_checkpoints() -> None:
         if not return_intermediate_states:
             return scan(x, dt, a, b, c, chunk_size, out, initial_states=initial_states, cu_seqlens=cu_seqlens, **rest)
         states: list[torch.Tensor] = []
-        firsts = {0} | {int(last) + 1 for last in last_chunk_indices}
+        lasts = iter(last_chunk_indices.tolist())
+        rows = iter([None] * cu_chunk_seqlens.numel() if initial_states is None else initial_states.split(1))
+        state, last = next(rows), next(lasts)
         for chunk, (begin, end) in enumerate(pairwise(cu_chunk_seqlens.tolist())):
-            if chunk in firsts:
-                row = sorted(firsts).index(chunk)
-                state = None if initial_states is None else initial_states[row : row + 1]
             x_, dt_, b_, c_, out_ = (t[begin:end] for t in (x, dt, b, c, out))
             bounds = torch.tensor([0, end - begin], dtype=torch.int32)
             state = scan(x_, dt_, a, b_, c_, chunk_size, out_, initial_states=state, cu_seqlens=bounds, **rest)
             states.append(state)
+            if chunk == last:  # the next chunk begins another request
+                state, last = next(rows, None), next(lasts, None)
         return torch.cat(states)
 
     scans._mamba_chunk_scan_combined_fwd = scan_chunks
@@ -206,6 +210,17 @@ def _store_checkpoints(
             slot, end = checkpoint.state_indices[i], int(starts[i]) + offset
             conv_states[slot, :, :state_len] = x[:, end - state_len : end]
             ssm_states[slot] = chunk_states[chunks[i]]
+
+
+def _rotate_heads() -> None:
+    """The CPU's rotary kernel takes (tokens, heads, size) for (tokens, size), so positions come out of the batch."""
+    rotary: Any = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbedding
+    rotate_flat = rotary.forward_cpu
+
+    def rotate(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        return (self.forward_native if query.dim() == 3 else partial(rotate_flat, self))(positions, query, key)
+
+    rotary.forward_cpu = rotate
 
 
 def _supply_stage_buffers() -> None:

@@ -35,7 +35,7 @@ class _SpinCondition(Protocol):
     busy_loop_s: float
 
 
-def _import_vllm() -> Callable[[], None]:
+def import_vllm() -> Callable[[], None]:
     """Import what every server needs, without starting threads, and return the API server's entry point.
 
     Packages whose compiled part does not fit this torch are hidden, as if they were not installed. torchvision
@@ -128,7 +128,7 @@ def _run_nursery() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main = _import_vllm()
+    main = import_vllm()
     running: set[int] = set()
 
     def reap() -> None:

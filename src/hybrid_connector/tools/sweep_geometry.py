@@ -1,6 +1,6 @@
 """Does every D rank get every byte, for every family and parallelism? One command: a table, and 0 or 1 as exit status.
 
-1. ``FAMILIES``: small models of each family, and the engines (storages) that are paired, both ways.
+1. ``sweep_grid.FAMILIES``: small models of each family, and the storages that are paired, both ways.
 2. Each pair of all P ranks and one D rank is planned and bound; ``byte_oracle`` says what arrived and what should have.
 3. ``in_tree_model`` says what vLLM's own connector would have copied for the same request, where it accepts the pair.
 """
@@ -21,73 +21,17 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_connector.core.blocks import Group, Layer, RankLayout
-from hybrid_connector.core.families import (
-    Attention,
-    Conv,
-    ConvSection,
-    ElementType,
-    Recurrent,
-    StatePage,
-    Temporal,
-    TokenPage,
-    delta_net,
-    kda,
-    latent_attention,
-    linear_attention,
-    mamba1,
-    mamba2,
-    short_convolution,
-)
+from hybrid_connector.core.families import Attention, Conv, Recurrent, StatePage, Temporal, TokenPage
 from hybrid_connector.core.planning import plan_transfer
 from hybrid_connector.tools import in_tree_model
 from hybrid_connector.tools.byte_oracle import NO_STATE, PLACE_BITS, Arrival, Ints, Ranges, follow, identities, steps
-from hybrid_connector.tools.in_tree_model import (
-    AttentionSide,
-    NotModelledError,
-    Order,
-    RefusedError,
-    StateSide,
-    StateType,
-)
+from hybrid_connector.tools.in_tree_model import AttentionSide, NotModelledError, RefusedError, StateSide
+from hybrid_connector.tools.sweep_grid import FAMILIES, Family, Model, Row, Storage
 from hybrid_connector.transport.binding import Binder
 
-Family = Attention | Recurrent
-
 LAYER = "layer"
-TP_SIZES = tuple(range(1, 17))
 LEAD_BYTES = 8
 """Bytes before and behind the pages that belong to somebody else."""
-
-BF16, FP32, FP8 = ElementType("bfloat16", 2), ElementType("float32", 4), ElementType("float8_e4m3fn", 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How an engine stores the layer. ``padding``: bytes of nobody behind each page; with BLHNC, other layers'.
-
-    ``order``, ``page_tokens`` and ``pages_per_block`` are attention's, ``channel_first`` is a recurrent layer's.
-    """
-
-    order: Order = "LBHNC"
-    page_tokens: int = 16
-    pages_per_block: int = 1
-    channel_first: bool = True
-    padding: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One layer, a request of ``num_tokens``, and the TP sizes that are tried.
-
-    ``state_type``: what vLLM's connector takes a recurrent layer for, ``None`` where vLLM has no such engine.
-    """
-
-    name: str
-    family: Family
-    state_type: StateType | None = None
-    latent: bool = False
-    num_tokens: int = 1
-    sizes: tuple[int, ...] = TP_SIZES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +75,7 @@ class Tally:
         return tuple(getattr(self, name) for name in COUNTS)
 
 
-COUNTS = tuple(spec.name for spec in dataclasses.fields(Tally) if spec.type == "int" or spec.type is int)
+COUNTS = tuple(spec.name for spec in dataclasses.fields(Tally) if spec.type is int)
 
 
 def build(model: Model, storage: Storage, num_ranks: int, turn: int) -> Engine:
@@ -343,154 +287,7 @@ def _remember(src: Engine, dst: Engine, arrival: Arrival, valid: Ints, tally: Ta
         tally.mistaken[names[int(want)], names.get(int(got), "no state")] += count
 
 
-# The grid.
-
-StoragePairs = Sequence[tuple[Storage, Storage]]
-
-ORDERS: tuple[Order, ...] = ("LBHNC", "LBNHC", "LHBNC", "BLHNC")
-
-
-def in_order(order: Order, page_tokens: int = 16, pages_per_block: int = 1) -> Storage:
-    """Attention pages in this order; block-outermost pages have other layers' between them."""
-    return Storage(order, page_tokens, pages_per_block, padding=48 if order == "BLHNC" else 0)
-
-
-ORDER_PAIRS: StoragePairs = [(in_order(src), in_order(dst)) for src, dst in itertools.product(ORDERS, ORDERS)]
-"""Every memory order on either side."""
-
-
-def _page_pairs() -> Iterator[tuple[Storage, Storage]]:
-    """Every page length on either side, four times, with other logical blocks and orders each time."""
-    for i, (src_tokens, dst_tokens, turn) in enumerate(itertools.product((16, 32, 64), (16, 32, 64), range(4))):
-        src_order, dst_order = ORDERS[i % 4], ORDERS[(i + turn // 3) % 4]
-        yield in_order(src_order, src_tokens, 1 + i % 2), in_order(dst_order, dst_tokens, 1 + i // 2 % 3)
-    for order in ("LBHNC", "LBNHC"):
-        yield Storage(order, padding=32), Storage(order, padding=16)
-        yield in_order("LBHNC", 16), Storage(order, page_tokens=32, padding=16)
-
-
-PAGE_PAIRS: StoragePairs = list(_page_pairs())
-
-STATE_PAIRS: StoragePairs = [
-    (Storage(channel_first=src_ds, padding=src_padding), Storage(channel_first=dst_ds, padding=dst_padding))
-    for src_ds, dst_ds, src_padding, dst_padding in itertools.product((True, False), (True, False), (0, 24), (0, 40))
-]
-"""Both layouts of the conv state on either side, pages with and without padding."""
-
-
-def _attention(num_kv_heads: int, element: ElementType = BF16, num_tokens: int = 37) -> Model:
-    family = Attention(num_kv_heads, 2, element)
-    return Model(f"{num_kv_heads} KV heads", family, num_tokens=num_tokens)
-
-
-def _mamba2(num_groups: int, num_taps: int = 3) -> Model:
-    family = mamba2(
-        num_heads=48,
-        head_dim=2,
-        num_groups=num_groups,
-        state_dim=3,
-        num_taps=num_taps,
-        conv_element=BF16,
-        temporal_element=FP32,
-    )
-    return Model(f"n_groups {num_groups}" + (f", {num_taps} taps" if num_taps != 3 else ""), family, "mamba2")
-
-
-def _delta_net(num_key_heads: int, num_value_heads: int) -> Model:
-    family = delta_net(
-        num_key_heads=num_key_heads,
-        num_value_heads=num_value_heads,
-        key_dim=3,
-        value_dim=2,
-        num_taps=3,
-        conv_element=BF16,
-        temporal_element=FP32,
-    )
-    return Model(f"{num_key_heads} key, {num_value_heads} value heads", family, "gdn")
-
-
-CASE_1 = Model(
-    "d_inner 1536, n_groups 1, d_state 128, 3 taps",
-    mamba2(
-        num_heads=24, head_dim=64, num_groups=1, state_dim=128, num_taps=3, conv_element=BF16, temporal_element=BF16
-    ),
-    "mamba2",
-    sizes=(1, 2, 4),
-)
-"""What users reported (vllm#55208)."""
-
-MADE_UP = Recurrent(
-    (
-        Conv((ConvSection("u", 48, 2), ConvSection("gate", 1, 5)), 4, BF16),
-        Temporal(("head", "row", "column"), (48, 3, 2), FP32),
-        Temporal(("head", "slot"), (12, 5), BF16, name="ring"),
-    )
-)
-"""A family that nobody has: a shared gate, and a ring with fewer heads than the state."""
-
-Row = Sequence[tuple[Model, StoragePairs]]
-
-POWERS = (1, 2, 4, 8, 16)
-
-FAMILIES: dict[str, Row] = {
-    "attention": [
-        *((_attention(heads), ORDER_PAIRS) for heads in (2, 3, 4, 6, 8, 12)),
-        *((_attention(heads, num_tokens=150), PAGE_PAIRS) for heads in (2, 4, 8)),
-        (dataclasses.replace(_attention(1), sizes=POWERS), ORDER_PAIRS),
-    ],
-    "attention, 8 bits": [(_attention(4, FP8), ORDER_PAIRS), (_attention(8, FP8), ORDER_PAIRS)],
-    "MLA": [
-        (Model("latent 6", latent_attention(latent=6, element=BF16), latent=True, num_tokens=37), ORDER_PAIRS[:1]),
-        (
-            Model("latent 6", latent_attention(latent=6, element=BF16), latent=True, num_tokens=150, sizes=POWERS),
-            PAGE_PAIRS,
-        ),
-    ],
-    "mamba1": [
-        (
-            Model(
-                "48 channels",
-                mamba1(num_channels=48, state_dim=3, num_taps=3, conv_element=BF16, temporal_element=FP32),
-                "mamba1",
-            ),
-            STATE_PAIRS,
-        )
-    ],
-    "mamba2, a group a rank": [
-        (
-            dataclasses.replace(_mamba2(groups), sizes=tuple(size for size in TP_SIZES if groups % size == 0)),
-            STATE_PAIRS,
-        )
-        for groups in (8, 12, 16)
-    ],
-    # more ranks than groups, but more than one: vLLM's own mixer does not start
-    "mamba2, 2, 4, 8 groups": [
-        (dataclasses.replace(_mamba2(groups), state_type=None), STATE_PAIRS) for groups in (2, 4, 8)
-    ],
-    "mamba2, one group": [
-        (_mamba2(1), STATE_PAIRS),
-        (_mamba2(1, num_taps=5), STATE_PAIRS),
-        (CASE_1, STATE_PAIRS[:1]),
-    ],
-    "gated delta net": [(_delta_net(16, 48), STATE_PAIRS), (_delta_net(48, 48), STATE_PAIRS)],
-    "KDA": [
-        (
-            Model(
-                "48 heads",
-                kda(num_heads=48, head_dim=2, num_taps=3, conv_element=BF16, temporal_element=FP32),
-                "gdn",
-            ),
-            STATE_PAIRS,
-        )
-    ],
-    "short convolution": [
-        (Model("96 channels", short_convolution(num_channels=96, num_taps=2, element=BF16), "short_conv"), STATE_PAIRS)
-    ],
-    "linear attention": [
-        (Model("48 heads", linear_attention(num_heads=48, head_dim=2, element=FP32), "linear"), STATE_PAIRS)
-    ],
-    "made up": [(Model("u, gate, ring", MADE_UP), STATE_PAIRS)],
-}
+# All of them.
 
 
 def sweep(row: Row, read: Reader = read_planned) -> Tally:
@@ -538,10 +335,11 @@ def exit_status(tallies: Iterable[Tally]) -> int:
 def report(tallies: Mapping[str, Tally], console: Console, elapsed_s: float) -> None:
     """The table, and the cells in which vLLM's own connector would have copied wrong bytes."""
     table = Table(title="Pairs of all P ranks and one D rank; in-tree: vLLM 0.32's NixlConnector, modelled")
-    for heading in ("family", "tried", "no such TP", "wrong B", "outside B"):
-        table.add_column(heading, justify="left" if heading == "family" else "right")
-    for heading in ("in-tree: accepts", "refuses", "not modelled", "wrong pairs", "wrong B", "outside B"):
+    table.add_column("family", no_wrap=True)
+    for heading in ("tried", "no such TP", "wrong B", "outside B"):
         table.add_column(heading, justify="right")
+    for heading in ("accepts", "refuses", "not modelled", "wrong pairs", "wrong B", "outside B"):
+        table.add_column(f"in-tree\n{heading}", justify="right")
     for name, tally in tallies.items():
         table.add_row(name, *map("{:,}".format, tally.counts))
     table.add_section()

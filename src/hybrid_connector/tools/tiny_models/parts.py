@@ -6,6 +6,7 @@ Matrices keep the size of their input, so that every layer counts; norms are one
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -36,6 +37,11 @@ def attention_config(model: TinyModel) -> dict[str, object]:
         "max_position_embeddings": model.max_positions,
         "attention_bias": False,
     }
+
+
+def dividing(model: TinyModel) -> TinyModel:
+    """The same for a family without a head size of its own: the heads share the hidden size."""
+    return replace(model, head_dim=model.hidden_size // model.num_attention_heads)
 
 
 def rope(**extra: object) -> dict[str, object]:
@@ -111,9 +117,14 @@ def normed_attention_weights(
     yield f"{prefix}.k_norm.weight", constant(head_dim, 3.0 - norm_offset)
 
 
-def plain_attention_weights(model: TinyModel, generator: torch.Generator, prefix: str, head_dim: int) -> Weights:
+def plain_attention_weights(model: TinyModel, generator: torch.Generator, prefix: str) -> Weights:
     """Attention without norms; the gain of queries and keys makes it as sharp as the norms of 3 would."""
-    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_kv_heads
+    hidden, heads, kv_heads, head_dim = (
+        model.hidden_size,
+        model.num_attention_heads,
+        model.num_kv_heads,
+        model.head_dim,
+    )
     yield f"{prefix}.q_proj.weight", matrix(generator, heads * head_dim, hidden, gain=3.0)
     yield f"{prefix}.k_proj.weight", matrix(generator, kv_heads * head_dim, hidden, gain=3.0)
     yield f"{prefix}.v_proj.weight", matrix(generator, kv_heads * head_dim, hidden)

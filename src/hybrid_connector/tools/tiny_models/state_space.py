@@ -15,10 +15,12 @@ from hybrid_connector.tools.tiny_models.parts import (
     common_config,
     constant,
     decay_rates,
+    dividing,
     embedding,
     matrix,
     mlp_weights,
     normal,
+    normed_attention_weights,
     output_head,
     plain_attention_weights,
     rope,
@@ -112,7 +114,7 @@ def _mamba2_sizes_config(model: TinyModel) -> dict[str, object]:
 
 
 def _granite_config(model: TinyModel) -> Json:
-    head_dim = model.hidden_size // model.num_attention_heads
+    model = dividing(model)
     return (
         attention_config(model)
         | _mamba2_sizes_config(model)
@@ -120,8 +122,7 @@ def _granite_config(model: TinyModel) -> Json:
             "architectures": ["GraniteMoeHybridForCausalLM"],
             "model_type": "granitemoehybrid",
             "layer_types": list(model.layer_types),
-            "head_dim": head_dim,
-            "attention_multiplier": 1 / math.sqrt(head_dim),
+            "attention_multiplier": 1 / math.sqrt(model.head_dim),
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 2 * model.hidden_size,
@@ -137,8 +138,7 @@ def _granite_weights(model: TinyModel, generator: torch.Generator) -> Weights:
         yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
         yield f"{layer}.post_attention_layernorm.weight", constant(hidden, 1.0)
         if layer_type == "full_attention":
-            head_dim = hidden // model.num_attention_heads
-            yield from plain_attention_weights(model, generator, f"{layer}.self_attn", head_dim)
+            yield from plain_attention_weights(dividing(model), generator, f"{layer}.self_attn")
         else:
             yield from _mamba2_mixer_weights(model, generator, f"{layer}.mamba")
         yield f"{layer}.shared_mlp.input_linear.weight", matrix(generator, 4 * hidden, hidden)
@@ -169,7 +169,7 @@ def _falcon_weights(model: TinyModel, generator: torch.Generator) -> Weights:
         layer = f"model.layers.{index}"
         yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
         yield f"{layer}.pre_ff_layernorm.weight", constant(hidden, 1.0)
-        yield from plain_attention_weights(model, generator, f"{layer}.self_attn", model.head_dim)
+        yield from plain_attention_weights(model, generator, f"{layer}.self_attn")
         yield from _mamba2_mixer_weights(model, generator, f"{layer}.mamba")
         yield from mlp_weights(model, generator, f"{layer}.feed_forward")
     yield "model.final_layernorm.weight", constant(hidden, 1.0)
@@ -211,7 +211,7 @@ def _nemotron_weights(model: TinyModel, generator: torch.Generator) -> Weights:
         mixer = f"backbone.layers.{index}.mixer"
         yield f"backbone.layers.{index}.norm.weight", constant(hidden, 1.0)
         if layer_type == "full_attention":
-            yield from plain_attention_weights(model, generator, mixer, model.head_dim)
+            yield from plain_attention_weights(model, generator, mixer)
         elif layer_type == "linear_attention":
             yield from _mamba2_mixer_weights(model, generator, mixer)
         else:
@@ -270,10 +270,9 @@ def _mamba1_weights(model: TinyModel, generator: torch.Generator) -> Weights:
 
 
 def _jamba_config(model: TinyModel) -> Json:
-    return attention_config(model) | {
+    return attention_config(dividing(model)) | {
         "architectures": ["JambaForCausalLM"],
         "model_type": "jamba",
-        "head_dim": model.hidden_size // model.num_attention_heads,
         "attn_layer_period": 4,
         "attn_layer_offset": 3,
         "num_experts": 1,
@@ -295,8 +294,7 @@ def _jamba_weights(model: TinyModel, generator: torch.Generator) -> Weights:
         yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
         yield f"{layer}.pre_ff_layernorm.weight", constant(hidden, 1.0)
         if layer_type == "full_attention":
-            head_dim = hidden // model.num_attention_heads
-            yield from plain_attention_weights(model, generator, f"{layer}.self_attn", head_dim)
+            yield from plain_attention_weights(dividing(model), generator, f"{layer}.self_attn")
         else:
             yield from _mamba1_mixer_weights(model, generator, f"{layer}.mamba", normed=True)
         yield from mlp_weights(model, generator, f"{layer}.feed_forward")
@@ -306,12 +304,11 @@ def _jamba_weights(model: TinyModel, generator: torch.Generator) -> Weights:
 
 def _lfm2_config(model: TinyModel) -> Json:
     names = {"linear_attention": "conv", "full_attention": "full_attention"}
-    return attention_config(model) | {
+    return attention_config(dividing(model)) | {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
         "tie_word_embeddings": True,
         "layer_types": [names[layer_type] for layer_type in model.layer_types],
-        "head_dim": model.hidden_size // model.num_attention_heads,
         "norm_eps": 1e-6,
         "rope_parameters": rope(),
         "conv_dim": model.hidden_size,
@@ -337,17 +334,16 @@ def _tied_embedding(model: TinyModel, generator: torch.Generator) -> torch.Tenso
 
 def _lfm2_weights(model: TinyModel, generator: torch.Generator) -> Weights:
     hidden = model.hidden_size
-    head_dim = hidden // model.num_attention_heads
+    attention_names = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
     yield "model.embed_tokens.weight", _tied_embedding(model, generator)
     for index, layer_type in enumerate(model.layer_types):
         layer = f"model.layers.{index}"
         yield f"{layer}.operator_norm.weight", constant(hidden, 1.0)
         yield f"{layer}.ffn_norm.weight", constant(hidden, 1.0)
         if layer_type == "full_attention":
-            for name, weight in plain_attention_weights(model, generator, f"{layer}.self_attn", head_dim):
-                yield name.replace("o_proj", "out_proj"), weight
-            yield f"{layer}.self_attn.q_layernorm.weight", constant(head_dim, 3.0)
-            yield f"{layer}.self_attn.k_layernorm.weight", constant(head_dim, 3.0)
+            for name, weight in normed_attention_weights(dividing(model), generator, "self_attn"):
+                _, part, kind = name.split(".")
+                yield f"{layer}.self_attn.{attention_names.get(part, part)}.{kind}", weight
         else:
             yield f"{layer}.conv.in_proj.weight", matrix(generator, 3 * hidden, hidden)
             yield f"{layer}.conv.conv.weight", normal(generator, hidden, 1, model.conv_kernel, std=0.5)
