@@ -92,7 +92,7 @@ class Fleet:
     def model(self, model: Kind | TinyModel) -> Path:
         """The directory of a tiny model, made when first asked for."""
         recipe = model if isinstance(model, TinyModel) else TinyModel(kind=model)
-        return make_tiny_model(self.directory / f"model-{recipe.kind}-{recipe.num_layers}", model=recipe)
+        return make_tiny_model(self.directory / f"model-{recipe.kind}-{recipe.num_layers}-{recipe.seed}", model=recipe)
 
     def spec(
         self,

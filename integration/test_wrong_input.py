@@ -6,6 +6,7 @@ from hybrid_connector.core.errors import PeerError
 from hybrid_connector.tools.completions import agree
 from hybrid_connector.tools.demo import MAX_TIE_NATS
 from hybrid_connector.tools.servers import free_ports
+from hybrid_connector.tools.tiny_model import TinyModel
 
 from engines import Engine, Fleet, prompt_of
 from test_transfer import consumer, producer
@@ -129,6 +130,25 @@ def test_an_unknown_role_stops_the_engine(fleet):
 
 
 def test_context_parallelism_stops_the_engine(fleet):
-    args = ("--tensor-parallel-size", "2", "--decode-context-parallel-size", "2")
-    log = fleet.start_to_fail("context-parallel", model="mla", role="kv_producer", args=args)
+    args = ("--decode-context-parallel-size", "2", "--num-gpu-blocks-override", "512")
+    log = fleet.start_to_fail("context-parallel", model="mla", tp=2, role="kv_producer", args=args)
     assert "decode context parallelism of size 2 is not supported yet: use size 1" in log
+
+
+def test_two_revisions_of_a_model(fleet):
+    """The same geometry, other weights: during a rolling update neither may continue the other's state."""
+    decode = consumer(fleet, 1)
+    other = fleet.engine("prefill-revised", model=TinyModel(kind="hybrid", seed=1), role="kv_producer")
+    prompt = prompt_of(50, salt=12)
+    assert_fails(decode, prompt, other.prefill(prompt), "cannot exchange state with this one: weights: ")
+    assert_serves(fleet, producer(fleet, 1), decode, salt=11)
+
+
+def test_speculative_decoding_on_one_side(fleet):
+    speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+    args = ("--speculative-config", speculation)
+    p = fleet.engine("prefill-ngram", model="attention", role="kv_producer", args=args)
+    d = fleet.engine("decode-attention", model="attention", role="kv_consumer")
+    prompt = prompt_of(50, salt=13)
+    assert_fails(d, prompt, p.prefill(prompt), "speculative decoding: ngram, 2 tokens on P, off on D")
+    assert_serves(fleet, fleet.engine("prefill-attention", model="attention", role="kv_producer"), d, salt=12)

@@ -1059,3 +1059,27 @@ def test_answers_from_another_thread() -> None:
     assert producer.num_leases == 0
     assert consumer.counts["releases"] == num_requests
     assert consumer.counts["grants"] >= len([i for i in range(num_requests) if i % 3])
+
+
+def test_an_engine_that_waits_for_an_answer_goes_on_as_soon_as_there_is_one() -> None:
+    """A loop that only asks ``status`` keeps the interpreter lock from the thread that would change it."""
+    scene = Scene()
+    scene.consumer.acquire("r", remote())
+    scene.welcome()
+    answer = threading.Thread(target=scene.grant)
+    scene.consumer.wait_answer(0)  # the welcome
+    answer.start()
+    scene.consumer.wait_answer(60)
+    assert isinstance(scene.consumer.status("r"), Held)
+    answer.join()
+
+
+def test_the_ticker_rests_until_the_next_retry_is_due() -> None:
+    scene = Scene()
+    scene.consumer.acquire("r", remote())
+    scene.welcome()
+    assert scene.consumer._pause_s() == TICK_S
+    scene.refuse(Acquire, RefusalReason.NOT_SEALED, retry_after_s=SEAL_RETRY_S)
+    assert scene.consumer._pause_s() == SEAL_RETRY_S
+    scene.clock.advance(2 * SEAL_RETRY_S)
+    assert scene.consumer._pause_s() == 0

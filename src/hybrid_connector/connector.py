@@ -106,6 +106,18 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         """Every transferable group is loaded, so vLLM zeroes none of the blocks behind the load's back."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
+    @property
+    def supports_sleep_mode(self) -> bool:
+        """Registered memory must stay where it is."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads apart, so that a rank's heads of a page are one run; vLLM warns where a backend has no such layout."""
+        assert vllm_config.kv_transfer_config is not None
+        layout = decode_config(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
+        return "LBHNC" if layout == "auto" else layout
+
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()

@@ -1,7 +1,7 @@
 """What can an operator set, and where? One frozen struct from ``kv_connector_extra_config``."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,7 +17,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     handshake_timeout_s: seconds D waits for a peer's answer before it asks again.
     acquire_timeout_s: seconds from a request's arrival on D until its grant must have come; D asks again until then.
     allow_insecure_side_channel: serve beyond loopback without a shared secret.
-    model_id: a name for the weights that P and D must agree on, where the config and revision do not tell them apart.
+    model_id: a name for the weights that P and D must agree on, instead of a fingerprint of the weight files.
+    kv_cache_layout: the order of layers, blocks, heads, tokens in memory; "auto" is head before token, layers apart.
     capture_dir: write the transferred state of every request here, on P and on D (debugging; slow).
     """
 
@@ -26,6 +27,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     acquire_timeout_s: Seconds = 20.0
     allow_insecure_side_channel: bool = False
     model_id: str = ""
+    kv_cache_layout: Literal["auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"] = "auto"
     capture_dir: str | None = None
 
 

@@ -11,8 +11,6 @@ registered tensors: attention ``[kernel blocks, H, N, C]``, recurrent ``[blocks,
 ``mamba_utils.is_conv_state_dim_first``.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.transformers_utils.config import PretrainedConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -298,45 +295,6 @@ def conv_channel_first() -> bool:
 def element_type(dtype: torch.dtype) -> ElementType:
     """A torch dtype as the core knows it: ``bfloat16``, 2 bytes."""
     return ElementType(str(dtype).removeprefix("torch."), dtype.itemsize)
-
-
-def model_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_id: str) -> dict[str, str]:
-    """What two engines must agree on besides the geometry of their tensors."""
-    model = vllm_config.model_config
-    config = _published_config(model.model, model.revision) or model.hf_config.to_dict()
-    # Where the files lie and which library wrote them says nothing about the model.
-    for key in ("_name_or_path", "transformers_version"):
-        config.pop(key, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return {
-        "architecture": ",".join(model.architectures or ()),
-        "model config": digest,
-        "model revision": str(model.revision or ""),
-        "model_id": model_id,
-        "computation dtype": element_type(model.dtype).name,
-        # Kernels of different devices need not agree on the order within a page.
-        "device": str(vllm_config.device_config.device_type),
-        "K/V quantisation": ",".join(sorted(_quantisations(kv_cache_config))),
-        "speculative decoding": _speculation(vllm_config),
-    }
-
-
-def _published_config(model: str, revision: str | None) -> dict[str, Any] | None:
-    """``config.json`` as published: vLLM edits its own copy, by tensor-parallel size among others."""
-    try:
-        return dict(PretrainedConfig.get_config_dict(model, revision=revision)[0])
-    except OSError:  # other formats have no such file
-        return None
-
-
-def _quantisations(kv_cache_config: KVCacheConfig) -> set[str]:
-    specs = map(group_spec, kv_cache_config.transfer_groups)
-    return {spec.kv_quant_mode.name for spec in specs if not isinstance(spec, MambaSpec)}
-
-
-def _speculation(vllm_config: VllmConfig) -> str:
-    config = vllm_config.speculative_config
-    return "off" if config is None else f"{config.method}, {config.num_speculative_tokens} tokens"
 
 
 def state_block_ids(kv_cache_config: KVCacheConfig, block_ids: Sequence[list[int]], num_tokens: int) -> BlockIds:

@@ -27,13 +27,17 @@ from hybrid_connector.core.errors import HybridConnectorError
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest
 from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, StepOrders, StepReport
-from hybrid_connector.engine.layout import model_factors, overwrites_state, state_block_ids
+from hybrid_connector.engine.layout import overwrites_state, state_block_ids
+from hybrid_connector.engine.model_identity import model_factors
 from hybrid_connector.engine.producer import Producer
 from hybrid_connector.wire.manifest import EngineManifest, Factors, RankManifest
 from hybrid_connector.wire.messages import PROTOCOL_VERSION
 from hybrid_connector.wire.side_channel import Security, SideChannelClient, SideChannelServer, load_secret
 
 logger = logging.getLogger(__name__)
+
+GIVE_WAY_S = 1e-4
+"""How long a step that meets a pending grant waits for it, once."""
 
 
 @dataclass(slots=True)
@@ -74,6 +78,7 @@ class Scheduler:
         self._consumer = Consumer(self._client, config) if self._client is not None else None
 
         self._step = -1
+        self._waited_step = -2
         self._cut: set[str] = set()
         self._fetches: dict[str, _Fetch] = {}
         self._loads: list[LoadOrder] = []
@@ -166,6 +171,7 @@ class Scheduler:
         if fetch.reason is None and self._consumer is not None:
             status = self._consumer.status(request.request_id)
             if isinstance(status, Pending):
+                self._wait_once_a_step()
                 return None, False
             if isinstance(status, Lost):
                 fetch.reason = status.reason
@@ -175,6 +181,12 @@ class Scheduler:
                 )
         # A request that must fail takes the same way as one that loads, so that vLLM's failure policy decides.
         return num_missing, True
+
+    def _wait_once_a_step(self) -> None:
+        """Give way to the threads that bring grants, for a moment that no step can feel."""
+        if self._consumer is not None and self._waited_step != self._step:
+            self._waited_step = self._step
+            self._consumer.wait_answer(GIVE_WAY_S)
 
     def after_allocation(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks are allocated: order the load, or the failure."""

@@ -158,17 +158,14 @@ class Worker:
             group = self._caches.layout.groups[index]
             if group.page_tokens is None:
                 continue
-            ids = order.dst_block_ids[index]
-            first = order.num_tokens // group.page_tokens
-            pages = [
-                block * group.pages_per_block + page % group.pages_per_block
-                for page in range(first, len(ids) * group.pages_per_block)
-                if (block := ids[page // group.pages_per_block]) is not None
-            ]
-            if pages:
-                selected = torch.tensor(pages, device=self._caches.device)
+            last = order.dst_block_ids[index][-1]
+            assert last is not None, "the last token's block is inside every window"
+            # Only the last block can have such pages, and they follow each other: no index tensor, no synchronisation.
+            first = order.num_tokens // group.page_tokens % group.pages_per_block
+            if order.num_tokens % (group.page_tokens * group.pages_per_block):
+                start = last * group.pages_per_block
                 for view in views:
-                    view.index_fill_(0, selected, 0)
+                    view[start + first : start + group.pages_per_block].zero_()
 
     def _capture_load(self, order: LoadOrder, record: LoadRecord) -> None:
         moved = {
