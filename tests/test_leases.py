@@ -432,3 +432,14 @@ def test_long_histories_at_random() -> None:
         granted += sum(event[0] == "acquire" for event in world.log)
         world.check_end()
     assert granted > 1000
+
+
+def test_a_lease_opened_after_its_step_is_readable_at_once() -> None:
+    table = LeaseTable(10.0)
+    table.open("nothing-in-flight", "token", ((1,),), 5, -1, 0.0)
+    assert isinstance(table.acquire("nothing-in-flight", "token", "D", 1.0), LeaseGrant)
+    table.seal(7)
+    table.open("old-step", "token", ((2,),), 5, 7, 1.0)
+    table.open("next-step", "token", ((3,),), 5, 8, 1.0)
+    assert isinstance(table.acquire("old-step", "token", "D", 1.0), LeaseGrant)
+    assert table.acquire("next-step", "token", "D", 1.0) is LeaseRefusal.NOT_SEALED

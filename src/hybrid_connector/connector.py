@@ -149,7 +149,8 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_scheduler.after_allocation(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return OrdersMetadata(self._in_scheduler.build_orders())
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        return OrdersMetadata(self._in_scheduler.build_orders(is_idle=is_idle))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._in_scheduler.take_reports(connector_output)

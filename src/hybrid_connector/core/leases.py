@@ -64,6 +64,7 @@ class LeaseTable:
         if not lease_s > 0:
             raise ValueError(f"expected lease_s > 0, got {lease_s}")
         self._lease_s = lease_s
+        self._completed_step = -1
         self._leases: dict[str, Lease] = {}
         self._ends: OrderedDict[str, tuple[str, LeaseRefusal]] = OrderedDict()
         self._ended: list[tuple[str, LeaseRefusal]] = []
@@ -80,14 +81,18 @@ class LeaseTable:
         seal_step: int,
         now: float,
     ) -> None:
-        """Lease a finished request's blocks; readable once step ``seal_step`` has completed."""
+        """Lease a finished request's blocks; readable once step ``seal_step`` has completed, -1 for at once."""
         if request_id in self._leases:
             raise ValueError(f"request {request_id} is leased already")
         self._ends.pop(request_id, None)
-        self._leases[request_id] = Lease(request_id, token, block_ids, num_tokens, seal_step, now + self._lease_s)
+        sealed = seal_step <= self._completed_step
+        self._leases[request_id] = Lease(
+            request_id, token, block_ids, num_tokens, seal_step, now + self._lease_s, sealed
+        )
 
     def seal(self, completed_step: int) -> None:
         """Every engine step up to ``completed_step`` has completed."""
+        self._completed_step = max(self._completed_step, completed_step)
         for request_id, lease in self._leases.items():
             if not lease.sealed and lease.seal_step <= completed_step:
                 self._leases[request_id] = replace(lease, sealed=True)

@@ -41,7 +41,7 @@ class StepOrders:
     """What the workers do in engine step ``step``.
 
     ``manifests``: peers not named before. ``gone``: peers whose place another engine took.
-    ``failures``: requests to report as failed, with the reason.
+    ``failures``: requests to report as failed, with the reason. ``is_idle``: the step computes nothing.
     ``frees``: leased requests whose blocks go back to the pool.
     """
 
@@ -52,6 +52,7 @@ class StepOrders:
     frees: tuple[str, ...] = ()
     captures: tuple[CaptureOrder, ...] = ()
     gone: tuple[tuple[str, str], ...] = ()
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

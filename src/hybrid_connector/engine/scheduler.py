@@ -6,7 +6,8 @@ D: acquire a lease when a request arrives, order its load once blocks are alloca
 only if the grant was valid until then.
 
 Attributes read of vLLM's ``Request``: request_id, kv_transfer_params, prompt_token_ids, prompt_embeds,
-num_prompt_tokens, num_computed_tokens, max_tokens, status, _all_token_ids, get_skip_reading_prefix_cache.
+num_prompt_tokens, num_computed_tokens, num_in_flight_tokens, max_tokens, status, _all_token_ids,
+get_skip_reading_prefix_cache.
 """
 
 import logging
@@ -228,8 +229,8 @@ class Scheduler:
                 self._gone.append(known)
         return peer
 
-    def build_orders(self) -> StepOrders:
-        """What the workers do in the next step."""
+    def build_orders(self, *, is_idle: bool) -> StepOrders:
+        """What the workers do in the next step; ``is_idle``: it computes nothing."""
         self._step += 1
         orders = StepOrders(
             self._step,
@@ -239,6 +240,7 @@ class Scheduler:
             tuple(self._producer.take_ended()),
             tuple(self._captures),
             tuple(self._gone),
+            is_idle,
         )
         self._new_manifests, self._loads, self._failures, self._captures, self._gone = [], [], {}, [], []
         return orders
@@ -301,10 +303,10 @@ class Scheduler:
             return False, nothing
         ids = state_block_ids(self._kv_cache_config, block_ids, num_tokens)
         token = secrets.token_hex(16)
-        seal_step = self._step
+        seal_step = self._seal_step(request)
         if self._config.capture_dir is not None:
             self._captures.append(CaptureOrder(request.request_id, ids, num_tokens))
-            seal_step += 1
+            seal_step = self._step + 1
         self._producer.open(request.request_id, token, ids, num_tokens, seal_step)
         return True, {
             "do_remote_prefill": True,
@@ -317,6 +319,17 @@ class Scheduler:
             "remote_num_tokens": num_tokens,
             "tp_size": self._vllm_config.parallel_config.tensor_parallel_size,
         }
+
+    def _seal_step(self, request: Request) -> int:
+        """The step that must have completed before nothing queued can still write the request's state; -1 for none.
+
+        A request finishes when the token of its last step has been read back, which the device computed after every
+        write of that step to the state, on every rank that took part. Steps scheduled since do not write it unless
+        they contain the request. A drafter writes after the token, so with one every step in flight is waited for.
+        """
+        if request.num_in_flight_tokens or self._vllm_config.speculative_config is not None:
+            return self._step
+        return -1
 
     def close(self) -> None:
         """Stop serving and asking; leases end with the engine."""

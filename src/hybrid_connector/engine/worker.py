@@ -32,6 +32,9 @@ from hybrid_connector.wire.manifest import RankManifest
 
 logger = logging.getLogger(__name__)
 
+IDLE_POLL_S = 5e-4
+"""How long a step without computation polls reads; less than what vLLM sleeps after such a step."""
+
 SHUTDOWN_WAIT_S = 10.0
 """How long a worker that shuts down waits for its reads; UCX reports a lost peer sooner."""
 
@@ -51,7 +54,7 @@ class Worker:
         self._loads: Loads | None = None
         self._fence: StepFence | None = None
         self._tails: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()
-        self._step = -1
+        self._step, self._is_idle = -1, False
         self._failures: dict[str, str] = {}
         self._frees: set[str] = set()
         self._report = StepReport(-1)
@@ -91,7 +94,7 @@ class Worker:
 
     def run_orders(self, orders: StepOrders) -> None:
         """Carry out the scheduler's orders for this step; the forward pass, if any, has been queued."""
-        self._step = orders.step
+        self._step, self._is_idle = orders.step, orders.is_idle
         self._frees.update(orders.frees)
         if self._loads is None or self._caches is None:
             return
@@ -116,6 +119,8 @@ class Worker:
         """Requests whose blocks are no longer leased, whose loads ended, and of these the failed ones."""
         frees, self._frees = self._frees, set()
         records = self._loads.poll() if self._loads is not None else []
+        if self._is_idle and self._loads is not None:
+            records += self._poll_on(self._loads)
         for record in records:
             self._stats.record(record)
         completed = self._fence.completed_step() if self._fence is not None else self._step
@@ -146,6 +151,14 @@ class Worker:
             except TransferError as error:  # a stopped peer can hold a read for ever; the process ends all the same
                 logger.warning("reads still in flight at shutdown after %g s: %s", SHUTDOWN_WAIT_S, error)
             self._transport = None
+
+    def _poll_on(self, loads: Loads) -> list[LoadRecord]:
+        """In a step that computes nothing, see short reads through: the next step would notice them a step later."""
+        records: list[LoadRecord] = []
+        deadline = time.monotonic() + IDLE_POLL_S
+        while len(loads) and time.monotonic() < deadline:
+            records += loads.poll()
+        return records
 
     def _zero_tail(self, order: LoadOrder) -> None:
         """Zero the pages from the last token on: vLLM leaves the zeroing of loaded blocks to the load.
