@@ -63,7 +63,7 @@ class Engine:
         assert values, f"{name} is not among the metrics of {self.name}"
         return sum(map(float, values))
 
-    def wait_idle(self, timeout_s: float = 20.0) -> None:
+    def wait_idle(self, timeout_s: float = 45.0) -> None:
         """Wait until no request is known and no block of the pool is used; fails with what is left after that time."""
         names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
         deadline = time.monotonic() + timeout_s
@@ -117,8 +117,9 @@ class Fleet:
             **(env or {}),
         }
         if role is not None:
-            # Shorter than the defaults, so that tests of what ends by time take seconds.
-            extra = {"capture_dir": str(self.captures), "lease_s": 8, "acquire_timeout_s": 6}
+            # Shorter than the defaults, so that tests of what ends by time are quick, yet longer than a small machine
+            # under load was seen to stand still (12 s).
+            extra = {"capture_dir": str(self.captures), "lease_s": 20, "acquire_timeout_s": 15}
             if connector != "HybridNixlConnector":
                 extra = {}
             extra |= config or {}

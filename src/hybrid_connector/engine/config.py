@@ -27,7 +27,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     acquire_timeout_s: Seconds = 20.0
     allow_insecure_side_channel: bool = False
     model_id: str = ""
-    kv_cache_layout: Literal["auto", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"] = "auto"
+    kv_cache_layout: Literal["auto", "LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"] = "auto"
     capture_dir: str | None = None
 
 

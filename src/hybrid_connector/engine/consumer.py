@@ -367,6 +367,9 @@ class Consumer:
         if self._local is None:
             raise HybridConnectorError("this engine has not registered its caches yet")
         refuse_difference(ours=self._local.factors, theirs=theirs.factors)
+        for rank in theirs.ranks:
+            if rank.transport != self._local.ranks[0].transport:
+                raise IncompatibleError(f"transport: {rank.transport} on P, {self._local.ranks[0].transport} on D")
         plan_engine([rank.layout for rank in self._local.ranks], [rank.layout for rank in theirs.ranks])
 
     def _ask_grant(self, request_id: str, wanted: _Wanted, peer: _Peer, manifest: EngineManifest) -> None:

@@ -64,7 +64,8 @@ class Worker:
         """Take over the caches vLLM allocated. Raises ``UnsupportedError`` where they are not as expected."""
         self._caches = read_caches(self._vllm_config, self._kv_cache_config, kv_caches, self._place)
         self._tails = tail_views(self._kv_cache_config, kv_caches)
-        self._transport = NixlTransport()
+        transfer = self._vllm_config.kv_transfer_config
+        self._transport = NixlTransport(is_read_from=transfer is not None and transfer.is_kv_producer)
         self._transport.register(self._caches.region)
         stream = compute_stream(self._caches.device)
         self._fence = StepFence(stream)

@@ -59,14 +59,24 @@ class NixlTransport:
     NIXL locks the agent while a peer comes or goes, so ``read`` and ``poll`` may wait for another thread's
     ``add_peer``: up to 100 ms were seen for the first peer, below 1 ms for the next. On one machine without GPUs
     ``read`` itself copies the bytes before it returns.
+
+    ``is_read_from``: peers read from here, so a thread of NIXL's serves them. An end that only reads does without: it
+    polls its reads anyway, and the thread's lock was seen to hold up a poll, and Python with it, for seconds while a
+    connection came up on a busy machine.
     """
 
-    def __init__(self, *, settle_s: float = DEFAULT_SETTLE_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        is_read_from: bool = True,
+        settle_s: float = DEFAULT_SETTLE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._name = f"hybrid-{secrets.token_hex(16)}"
         self._settle_s = settle_s
         self._clock = clock
         sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
-        self._agent = nixl_agent(self._name, nixl_agent_config(backends=["UCX"], sync_mode=sync))
+        self._agent = nixl_agent(self._name, nixl_agent_config(is_read_from, backends=["UCX"], sync_mode=sync))
         if "UCX" not in self._agent.backends:
             raise TransferError("this NIXL has no UCX plugin")
         self._registered: dict[Region, Any] = {}
