@@ -103,7 +103,7 @@ class Fleet:
         tp: int = 1,
         policy: str = "fail",
         config: Mapping[str, Any] | None = None,
-        connector: str = "HybridNixlConnector",
+        as_child: bool = False,
         args: tuple[str, ...] = (),
         env: Mapping[str, str] | None = None,
     ) -> ServerSpec:
@@ -120,15 +120,19 @@ class Fleet:
             # Shorter than the defaults, so that tests of what ends by time are quick, yet longer than a small machine
             # under load was seen to stand still (12 s).
             extra = {"capture_dir": str(self.captures), "lease_s": 20, "acquire_timeout_s": 15}
-            if connector != "HybridNixlConnector":
-                extra = {}
             extra |= config or {}
             transfer = {
-                "kv_connector": connector,
+                "kv_connector": "HybridNixlConnector",
                 "kv_role": role,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": extra,
             }
+            if as_child:
+                transfer = {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": role,
+                    "kv_connector_extra_config": {"connectors": [transfer]},
+                }
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         return ServerSpec(name, port, tuple(arguments), environment)
 

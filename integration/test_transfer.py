@@ -73,7 +73,18 @@ def test_identical_tensor_parallel_size_moves_whole_pages(fleet):
     decode.answer(prompt, params)
     (capture,) = fleet.captured(params).loaded
     num_blocks, num_recurrent_layers = -(-2000 // 384), 3
-    assert capture.meta["moved"]["num_descriptors"] <= num_blocks + num_recurrent_layers
+    moved = capture.meta["moved"]
+    assert moved["num_descriptors"] <= num_blocks + num_recurrent_layers
+
+    # D's metrics count the same: the difference that another request of this length makes.
+    before = {name: decode.metric(f"vllm:hybrid_connector_{name}_total") for name in ("loads", "bytes", "descriptors")}
+    other = prompt_of(2000, salt=98)
+    decode.answer(other, prefill.prefill(other))
+    decode.wait_idle()
+    after = {name: decode.metric(f"vllm:hybrid_connector_{name}_total") for name in before}
+    assert after["loads"] == before["loads"] + 1
+    assert after["bytes"] == before["bytes"] + sum(moved["kind_bytes"].values())
+    assert after["descriptors"] > before["descriptors"]
 
 
 def test_what_d_holds_in_its_prefix_cache_does_not_move(fleet, aggregated):
@@ -134,6 +145,20 @@ def test_aborted_requests_give_everything_back(fleet):
     params = prefill.prefill(prompt)
     decode.answer(prompt, params)
     assert not fleet.compare(params, decode.model).differing
+
+
+def test_as_a_child_of_multi_connector(fleet, aggregated):
+    """vLLM's MultiConnector carries our orders and reports; its offloading siblings need a GPU."""
+    engines = fleet.engines(
+        prefill_child={"role": "kv_producer", "as_child": True}, decode_child={"role": "kv_consumer", "as_child": True}
+    )
+    prefill, decode = engines.values()
+    for length in (5, 700):
+        prompt = prompt_of(length, salt=6)
+        assert agree(fleet.transfer(prefill, decode, prompt), aggregated.answer(prompt)).within(MAX_TIE_NATS)
+    decode.wait_idle()
+    prefill.wait_idle()
+    fleet.stop(prefill, decode)
 
 
 def test_a_model_with_attention_only(fleet):

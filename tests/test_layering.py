@@ -18,7 +18,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "core": set(),
     "wire": {"msgspec", "zmq"},
     "transport": {"numpy", "torch", *NIXL},
-    "engine": {"msgspec", "zmq", "numpy", "torch", "vllm", *NIXL},
+    "engine": {"msgspec", "zmq", "numpy", "torch", "vllm", "prometheus_client", *NIXL},
     "tools": ANYTHING,
     "connector.py": ANYTHING,
     "plugin.py": ANYTHING,

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -23,7 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from hybrid_connector.engine.config import decode_config
 from hybrid_connector.engine.exchange import StepOrders, StepReport
 from hybrid_connector.engine.layout import Place, refuse_unsupported
-from hybrid_connector.engine.metrics import HybridConnectorStats
+from hybrid_connector.engine.metrics import HybridConnectorPromMetrics, HybridConnectorStats
 from hybrid_connector.engine.scheduler import Scheduler
 from hybrid_connector.engine.worker import Worker
 from hybrid_connector.wire.manifest import RankManifest
@@ -127,6 +127,16 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return HybridConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return HybridConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Scheduler.
 
