@@ -14,6 +14,8 @@ MAX_TIE_NATS = 0.25
 ten families round differently. That the state itself is right to the byte is checked apart from it."""
 
 MANY_BLOCKS = ("--num-gpu-blocks-override", "512")  # what 4,096 tokens need where blocks are short
+SPECULATION = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+SPECULATING = {"model": "attention", "args": ("--speculative-config", SPECULATION)}
 OWN_STAGES = {"model": TinyModel(kind="hybrid", num_layers=8), "args": ("--pipeline-parallel-size", "2")}
 
 
@@ -66,6 +68,10 @@ def test_family(fleet, kind, prefill_tp, decode_tp):
         pytest.param({}, {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}, "tp": 2}, id="conv-SD-to-DS-at-TP2"),
         pytest.param({"args": ("--no-enable-prefix-caching",)}, {}, id="prefix-caching-on-D-only"),
         pytest.param({}, {"args": ("--no-enable-prefix-caching",)}, id="prefix-caching-on-P-only"),
+        pytest.param(SPECULATING, SPECULATING, id="speculating-on-both"),
+        pytest.param(
+            {"model": "attention", "args": ("--data-parallel-size", "2")}, {"model": "attention"}, id="DP2-to-1"
+        ),
         pytest.param(OWN_STAGES, {"model": OWN_STAGES["model"]}, id="PP2-to-PP1"),
         pytest.param({"model": OWN_STAGES["model"]}, OWN_STAGES, id="PP1-to-PP2"),
         pytest.param(OWN_STAGES, OWN_STAGES, id="PP2-to-PP2"),
