@@ -9,6 +9,7 @@
 
 import argparse
 import json
+import shlex
 import shutil
 import signal
 import tempfile
@@ -86,6 +87,13 @@ def add_parser(subcommands: Any) -> None:
     parser.add_argument("--prefill-tp", type=_positive, default=1, metavar="N", help="tensor-parallel size of P (1)")
     parser.add_argument("--decode-tp", type=_positive, default=1, metavar="N", help="tensor-parallel size of D (1)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="serve this model, not a tiny one made here")
+    parser.add_argument(
+        "--engine-args",
+        type=shlex.split,
+        default=[],
+        metavar="'...'",
+        help="further options of vllm serve, for all engines",
+    )
     parser.add_argument("--keep", action="store_true", help="leave the servers up until Ctrl-C and print a curl line")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="for logs and captures (default: temporary)")
     parser.set_defaults(run=run)
@@ -152,6 +160,7 @@ def _specs(args: argparse.Namespace, model: Path, captures: Path) -> tuple[Serve
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(gpus)))
             # All three may share a GPU, and a tiny model needs little.
             arguments += ["--gpu-memory-utilization", "0.25"]
+        arguments += args.engine_args
         if role is not None:
             (side_port,) = free_ports(1)
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
