@@ -11,11 +11,13 @@ get_skip_reading_prefix_cache.
 """
 
 import logging
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import vllm
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -97,7 +99,7 @@ class Scheduler:
             incarnation=self._incarnation,
             tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
             factors=Factors.of(model_factors(self._vllm_config, self._kv_cache_config, self._config.model_id)),
-            vllm_version=_vllm_version(),
+            vllm_version=str(vllm.__version__),
             connector_version=__version__,
             lease_s=self._config.lease_s,
             ranks=tuple(ranks[key] for key in sorted(ranks)),
@@ -351,13 +353,5 @@ class Scheduler:
 
 
 def _security() -> Security | None:
-    import os
-
     secret = load_secret(os.environ)
     return None if secret is None else Security.from_secret(secret)
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
