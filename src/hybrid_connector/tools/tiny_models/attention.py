@@ -9,11 +9,11 @@ import torch
 from hybrid_connector.tools.tiny_models.parts import (
     attention_config,
     constant,
-    embedding,
+    decoder_weights,
     matrix,
     mlp_weights,
+    norm_weights,
     normed_attention_weights,
-    output_head,
     rope,
 )
 from hybrid_connector.tools.tiny_models.recipe import Family, Json, TinyModel, Weights
@@ -32,16 +32,12 @@ def _qwen3_config(model: TinyModel) -> Json:
 
 
 def _qwen3_weights(model: TinyModel, generator: torch.Generator) -> Weights:
-    hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator)
-    for index in range(model.num_layers):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
-        yield f"{layer}.post_attention_layernorm.weight", constant(hidden, 1.0)
-        yield from normed_attention_weights(model, generator, f"{layer}.self_attn")
-        yield from mlp_weights(model, generator, f"{layer}.mlp")
-    yield "model.norm.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "input_layernorm", "post_attention_layernorm")
+        yield from normed_attention_weights(model, generator, f"{prefix}.self_attn")
+        yield from mlp_weights(model, generator, f"{prefix}.mlp")
+
+    return decoder_weights(model, generator, layer)
 
 
 def _gemma3_config(model: TinyModel) -> Json:
@@ -58,16 +54,14 @@ def _gemma3_config(model: TinyModel) -> Json:
 
 def _gemma3_weights(model: TinyModel, generator: torch.Generator) -> Weights:
     """Gemma stores norm weights minus one, and multiplies embeddings by the root of their size."""
-    hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator, std=1 / math.sqrt(hidden))
-    for index in range(model.num_layers):
-        layer = f"model.layers.{index}"
-        for place in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            yield f"{layer}.{place}_layernorm.weight", constant(hidden, 0.0)
-        yield from normed_attention_weights(model, generator, f"{layer}.self_attn", norm_offset=1.0)
-        yield from mlp_weights(model, generator, f"{layer}.mlp")
-    yield "model.norm.weight", constant(hidden, 0.0)
-    yield "lm_head.weight", output_head(model, generator)
+
+    def layer(prefix: str, layer_type: str) -> Weights:
+        places = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        yield from norm_weights(model, prefix, *(f"{place}_layernorm" for place in places), value=0.0)
+        yield from normed_attention_weights(model, generator, f"{prefix}.self_attn", norm_offset=1.0)
+        yield from mlp_weights(model, generator, f"{prefix}.mlp")
+
+    return decoder_weights(model, generator, layer, norm=0.0, embedding_std=1 / math.sqrt(model.hidden_size))
 
 
 def latent_attention_config() -> dict[str, object]:
@@ -105,16 +99,12 @@ def _deepseek_config(model: TinyModel) -> Json:
 
 
 def _deepseek_weights(model: TinyModel, generator: torch.Generator) -> Weights:
-    hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator)
-    for index in range(model.num_layers):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
-        yield f"{layer}.post_attention_layernorm.weight", constant(hidden, 1.0)
-        yield from latent_attention_weights(model, generator, f"{layer}.self_attn")
-        yield from mlp_weights(model, generator, f"{layer}.mlp")
-    yield "model.norm.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "input_layernorm", "post_attention_layernorm")
+        yield from latent_attention_weights(model, generator, f"{prefix}.self_attn")
+        yield from mlp_weights(model, generator, f"{prefix}.mlp")
+
+    return decoder_weights(model, generator, layer)
 
 
 QWEN3 = Family(_qwen3_config, _qwen3_weights)

@@ -9,12 +9,12 @@ from hybrid_connector.tools.tiny_models.parts import (
     attention_config,
     constant,
     decay_rates,
-    embedding,
+    decoder_weights,
     matrix,
     mlp_weights,
+    norm_weights,
     normal,
     normed_attention_weights,
-    output_head,
     rope,
 )
 from hybrid_connector.tools.tiny_models.recipe import Family, Json, TinyModel, Weights
@@ -86,20 +86,17 @@ def _experts_weights(model: TinyModel, generator: torch.Generator, prefix: str) 
 
 def _qwen_weights(model: TinyModel, generator: torch.Generator, *, next_: bool) -> Weights:
     """Qwen3.5 and Qwen3-Next store norm weights minus one, except those within a delta net."""
-    hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator)
-    for index, layer_type in enumerate(model.layer_types):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", constant(hidden, 0.0)
-        yield f"{layer}.post_attention_layernorm.weight", constant(hidden, 0.0)
+    feed_forward = _experts_weights if next_ else mlp_weights
+
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "input_layernorm", "post_attention_layernorm", value=0.0)
         if layer_type == "full_attention":
-            yield from normed_attention_weights(model, generator, f"{layer}.self_attn", gated=True, norm_offset=1.0)
+            yield from normed_attention_weights(model, generator, f"{prefix}.self_attn", gated=True, norm_offset=1.0)
         else:
-            yield from _delta_net_weights(model, generator, f"{layer}.linear_attn", fused=next_)
-        feed_forward = _experts_weights if next_ else mlp_weights
-        yield from feed_forward(model, generator, f"{layer}.mlp")
-    yield "model.norm.weight", constant(hidden, 0.0)
-    yield "lm_head.weight", output_head(model, generator)
+            yield from _delta_net_weights(model, generator, f"{prefix}.linear_attn", fused=next_)
+        yield from feed_forward(model, generator, f"{prefix}.mlp")
+
+    return decoder_weights(model, generator, layer, norm=0.0)
 
 
 def _qwen3_5_weights(model: TinyModel, generator: torch.Generator) -> Weights:
@@ -152,18 +149,14 @@ def _kimi_delta_attention_weights(model: TinyModel, generator: torch.Generator, 
 
 
 def _kimi_weights(model: TinyModel, generator: torch.Generator) -> Weights:
-    hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator)
-    for index, layer_type in enumerate(model.layer_types):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
-        yield f"{layer}.post_attention_layernorm.weight", constant(hidden, 1.0)
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "input_layernorm", "post_attention_layernorm")
         is_attention = layer_type == "full_attention"
         mixer_weights = latent_attention_weights if is_attention else _kimi_delta_attention_weights
-        yield from mixer_weights(model, generator, f"{layer}.self_attn")
-        yield from mlp_weights(model, generator, f"{layer}.mlp")
-    yield "model.norm.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+        yield from mixer_weights(model, generator, f"{prefix}.self_attn")
+        yield from mlp_weights(model, generator, f"{prefix}.mlp")
+
+    return decoder_weights(model, generator, layer)
 
 
 QWEN3_5 = Family(_qwen3_5_config, _qwen3_5_weights)

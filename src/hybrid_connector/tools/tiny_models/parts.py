@@ -6,6 +6,7 @@ Matrices keep the size of their input, so that every layer counts; norms are one
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -82,6 +83,33 @@ def output_head(model: TinyModel, generator: torch.Generator) -> torch.Tensor:
     rows = matrix(generator, len(ANSWER_LETTERS) // 2, model.hidden_size)
     head[list(ANSWER_LETTERS)] = torch.cat([rows, -rows])
     return head
+
+
+def norm_weights(model: TinyModel, prefix: str, *names: str, value: float = 1.0) -> Weights:
+    for name in names:
+        yield f"{prefix}.{name}.weight", constant(model.hidden_size, value)
+
+
+def decoder_weights(
+    model: TinyModel,
+    generator: torch.Generator,
+    layer_weights: Callable[[str, str], Weights],
+    *,
+    layer_types: Sequence[str] | None = None,
+    names: tuple[str, str, str] = ("model", "embed_tokens", "norm"),
+    norm: float = 1.0,
+    embedding_std: float = 1.0,
+) -> Weights:
+    """Embedding, what `layer_weights` gives for the prefix and type of each layer, last norm and output head.
+
+    `names` are those of the whole, of the embedding and of the last norm, whose weights are `norm`.
+    """
+    root, embed, last_norm = names
+    yield f"{root}.{embed}.weight", embedding(model, generator, std=embedding_std)
+    for index, layer_type in enumerate(layer_types or model.layer_types):
+        yield from layer_weights(f"{root}.layers.{index}", layer_type)
+    yield from norm_weights(model, root, last_norm, value=norm)
+    yield "lm_head.weight", output_head(model, generator)
 
 
 def mlp_weights(

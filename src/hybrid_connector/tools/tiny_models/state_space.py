@@ -15,13 +15,14 @@ from hybrid_connector.tools.tiny_models.parts import (
     common_config,
     constant,
     decay_rates,
+    decoder_weights,
     dividing,
     embedding,
     matrix,
     mlp_weights,
+    norm_weights,
     normal,
     normed_attention_weights,
-    output_head,
     plain_attention_weights,
     rope,
 )
@@ -29,6 +30,8 @@ from hybrid_connector.tools.tiny_models.recipe import ANSWER_LETTERS, Family, Js
 
 _STATE_SIZE = 64
 _MAMBA1_STATE_SIZE = 16
+_BACKBONE = ("backbone", "embeddings", "norm_f")
+_FINAL_LAYERNORM = ("model", "embed_tokens", "final_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +91,11 @@ def _mamba2_config(model: TinyModel) -> Json:
 
 
 def _mamba2_weights(model: TinyModel, generator: torch.Generator) -> Weights:
-    hidden = model.hidden_size
-    yield "backbone.embeddings.weight", embedding(model, generator)
-    for index in range(model.num_layers):
-        yield f"backbone.layers.{index}.norm.weight", constant(hidden, 1.0)
-        yield from _mamba2_mixer_weights(model, generator, f"backbone.layers.{index}.mixer")
-    yield "backbone.norm_f.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "norm")
+        yield from _mamba2_mixer_weights(model, generator, f"{prefix}.mixer")
+
+    return decoder_weights(model, generator, layer, names=_BACKBONE)
 
 
 def _mamba2_sizes_config(model: TinyModel) -> dict[str, object]:
@@ -132,19 +133,17 @@ def _granite_config(model: TinyModel) -> Json:
 
 def _granite_weights(model: TinyModel, generator: torch.Generator) -> Weights:
     hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator)
-    for index, layer_type in enumerate(model.layer_types):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
-        yield f"{layer}.post_attention_layernorm.weight", constant(hidden, 1.0)
+
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "input_layernorm", "post_attention_layernorm")
         if layer_type == "full_attention":
-            yield from plain_attention_weights(dividing(model), generator, f"{layer}.self_attn")
+            yield from plain_attention_weights(dividing(model), generator, f"{prefix}.self_attn")
         else:
-            yield from _mamba2_mixer_weights(model, generator, f"{layer}.mamba")
-        yield f"{layer}.shared_mlp.input_linear.weight", matrix(generator, 4 * hidden, hidden)
-        yield f"{layer}.shared_mlp.output_linear.weight", matrix(generator, hidden, 2 * hidden)
-    yield "model.norm.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+            yield from _mamba2_mixer_weights(model, generator, f"{prefix}.mamba")
+        yield f"{prefix}.shared_mlp.input_linear.weight", matrix(generator, 4 * hidden, hidden)
+        yield f"{prefix}.shared_mlp.output_linear.weight", matrix(generator, hidden, 2 * hidden)
+
+    return decoder_weights(model, generator, layer)
 
 
 def _falcon_config(model: TinyModel) -> Json:
@@ -163,17 +162,13 @@ def _falcon_config(model: TinyModel) -> Json:
 
 
 def _falcon_weights(model: TinyModel, generator: torch.Generator) -> Weights:
-    hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator)
-    for index in range(model.num_layers):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
-        yield f"{layer}.pre_ff_layernorm.weight", constant(hidden, 1.0)
-        yield from plain_attention_weights(model, generator, f"{layer}.self_attn")
-        yield from _mamba2_mixer_weights(model, generator, f"{layer}.mamba")
-        yield from mlp_weights(model, generator, f"{layer}.feed_forward")
-    yield "model.final_layernorm.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "input_layernorm", "pre_ff_layernorm")
+        yield from plain_attention_weights(model, generator, f"{prefix}.self_attn")
+        yield from _mamba2_mixer_weights(model, generator, f"{prefix}.mamba")
+        yield from mlp_weights(model, generator, f"{prefix}.feed_forward")
+
+    return decoder_weights(model, generator, layer, names=_FINAL_LAYERNORM)
 
 
 def _nemotron_layers(model: TinyModel) -> tuple[str, ...]:
@@ -206,10 +201,10 @@ def _nemotron_config(model: TinyModel) -> Json:
 
 def _nemotron_weights(model: TinyModel, generator: torch.Generator) -> Weights:
     hidden = model.hidden_size
-    yield "backbone.embeddings.weight", embedding(model, generator)
-    for index, layer_type in enumerate(_nemotron_layers(model)):
-        mixer = f"backbone.layers.{index}.mixer"
-        yield f"backbone.layers.{index}.norm.weight", constant(hidden, 1.0)
+
+    def layer(prefix: str, layer_type: str) -> Weights:
+        mixer = f"{prefix}.mixer"
+        yield from norm_weights(model, prefix, "norm")
         if layer_type == "full_attention":
             yield from plain_attention_weights(model, generator, mixer)
         elif layer_type == "linear_attention":
@@ -217,8 +212,8 @@ def _nemotron_weights(model: TinyModel, generator: torch.Generator) -> Weights:
         else:
             yield f"{mixer}.up_proj.weight", matrix(generator, 2 * hidden, hidden)
             yield f"{mixer}.down_proj.weight", matrix(generator, hidden, 2 * hidden)
-    yield "backbone.norm_f.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+
+    return decoder_weights(model, generator, layer, layer_types=_nemotron_layers(model), names=_BACKBONE)
 
 
 def _mamba1_mixer_weights(model: TinyModel, generator: torch.Generator, prefix: str, *, normed: bool) -> Weights:
@@ -260,13 +255,11 @@ def _mamba1_config(model: TinyModel) -> Json:
 
 
 def _mamba1_weights(model: TinyModel, generator: torch.Generator) -> Weights:
-    hidden = model.hidden_size
-    yield "backbone.embeddings.weight", embedding(model, generator)
-    for index in range(model.num_layers):
-        yield f"backbone.layers.{index}.norm.weight", constant(hidden, 1.0)
-        yield from _mamba1_mixer_weights(model, generator, f"backbone.layers.{index}.mixer", normed=False)
-    yield "backbone.norm_f.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "norm")
+        yield from _mamba1_mixer_weights(model, generator, f"{prefix}.mixer", normed=False)
+
+    return decoder_weights(model, generator, layer, names=_BACKBONE)
 
 
 def _jamba_config(model: TinyModel) -> Json:
@@ -287,19 +280,15 @@ def _jamba_config(model: TinyModel) -> Json:
 
 
 def _jamba_weights(model: TinyModel, generator: torch.Generator) -> Weights:
-    hidden = model.hidden_size
-    yield "model.embed_tokens.weight", embedding(model, generator)
-    for index, layer_type in enumerate(model.layer_types):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", constant(hidden, 1.0)
-        yield f"{layer}.pre_ff_layernorm.weight", constant(hidden, 1.0)
+    def layer(prefix: str, layer_type: str) -> Weights:
+        yield from norm_weights(model, prefix, "input_layernorm", "pre_ff_layernorm")
         if layer_type == "full_attention":
-            yield from plain_attention_weights(dividing(model), generator, f"{layer}.self_attn")
+            yield from plain_attention_weights(dividing(model), generator, f"{prefix}.self_attn")
         else:
-            yield from _mamba1_mixer_weights(model, generator, f"{layer}.mamba", normed=True)
-        yield from mlp_weights(model, generator, f"{layer}.feed_forward")
-    yield "model.final_layernorm.weight", constant(hidden, 1.0)
-    yield "lm_head.weight", output_head(model, generator)
+            yield from _mamba1_mixer_weights(model, generator, f"{prefix}.mamba", normed=True)
+        yield from mlp_weights(model, generator, f"{prefix}.feed_forward")
+
+    return decoder_weights(model, generator, layer, names=_FINAL_LAYERNORM)
 
 
 def _lfm2_config(model: TinyModel) -> Json:
@@ -338,8 +327,7 @@ def _lfm2_weights(model: TinyModel, generator: torch.Generator) -> Weights:
     yield "model.embed_tokens.weight", _tied_embedding(model, generator)
     for index, layer_type in enumerate(model.layer_types):
         layer = f"model.layers.{index}"
-        yield f"{layer}.operator_norm.weight", constant(hidden, 1.0)
-        yield f"{layer}.ffn_norm.weight", constant(hidden, 1.0)
+        yield from norm_weights(model, layer, "operator_norm", "ffn_norm")
         if layer_type == "full_attention":
             for name, weight in normed_attention_weights(dividing(model), generator, "self_attn"):
                 _, part, kind = name.split(".")
@@ -349,7 +337,7 @@ def _lfm2_weights(model: TinyModel, generator: torch.Generator) -> Weights:
             yield f"{layer}.conv.conv.weight", normal(generator, hidden, 1, model.conv_kernel, std=0.5)
             yield f"{layer}.conv.out_proj.weight", matrix(generator, hidden, hidden)
         yield from mlp_weights(model, generator, f"{layer}.feed_forward", names=("w1", "w3", "w2"))
-    yield "model.embedding_norm.weight", constant(hidden, 1.0)
+    yield from norm_weights(model, "model", "embedding_norm")
 
 
 MAMBA2 = Family(_mamba2_config, _mamba2_weights)
