@@ -111,11 +111,7 @@ class Fleet:
         port, side_port = free_ports(2)
         arguments = ["--model", str(self.model(model)), "--served-model-name", MODEL_NAME, "--max-model-len", "4096"]
         arguments += ["--tensor-parallel-size", str(tp), *args]
-        environment = {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
-            **(env or {}),
-        }
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), **(env or {})}
         if role is not None:
             # Shorter than the defaults, so that tests of what ends by time are quick, yet longer than a small machine
             # under load was seen to stand still (12 s).

@@ -39,11 +39,7 @@ def spec(name: str, role: str, gpu: int, model: Path, captures: Path, engine_arg
         "kv_role": role,
         "kv_connector_extra_config": {"connectors": [own, offloading]},
     }
-    env = {
-        "CUDA_VISIBLE_DEVICES": str(gpu),
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
-    }
+    env = {"CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
     args = ["--model", str(model), "--served-model-name", "tiny", "--max-model-len", "4096"]
     args += ["--gpu-memory-utilization", "0.25", "--kv-transfer-config", json.dumps(multi), *engine_args]
     return ServerSpec(name, port, tuple(args), env)

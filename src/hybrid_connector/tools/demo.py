@@ -163,7 +163,6 @@ def _specs(args: argparse.Namespace, model: Path, captures: Path) -> tuple[Serve
         arguments += args.engine_args
         if role is not None:
             (side_port,) = free_ports(1)
-            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port)
             transfer = {
                 "kv_connector": "HybridNixlConnector",

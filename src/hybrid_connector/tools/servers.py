@@ -57,6 +57,7 @@ _COMMON_ENV: Mapping[str, str] = {
     "NO_PROXY": f"{HOST},localhost",
     "no_proxy": f"{HOST},localhost",
     "VLLM_HOST_IP": HOST,
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
     "VLLM_NO_USAGE_STATS": "1",
 }
 _UNSET_ENV = ("UCX_TLS",)  # without tcp in it, UCX has no active-message transport and NIXL fails
