@@ -1,6 +1,7 @@
 """Engines by role, and what a router does with them, for tests."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from hybrid_connector.core.errors import PeerError
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
 from hybrid_connector.tools.completions import Answer, complete
 from hybrid_connector.tools.servers import ServerDiedError, Servers, ServerSpec, free_ports
@@ -54,7 +56,16 @@ class Engine:
     def answer(self, prompt: str, params: Mapping[str, Any] | None = None, max_tokens: int = 12) -> Answer:
         """A greedy answer, with transfer parameters for a decode engine."""
         extra = {"model": MODEL_NAME, **({} if params is None else {"kv_transfer_params": params})}
-        return complete(self.client, self.url, prompt, max_tokens=max_tokens, extra=extra)
+        try:
+            return complete(self.client, self.url, prompt, max_tokens=max_tokens, extra=extra)
+        except PeerError as error:
+            # To the client an engine says no more than "internal server error"; why is in its log.
+            error.add_note(f"{self.name}'s log has:\n" + "\n".join(self.warnings()[-10:]))
+            raise
+
+    def warnings(self) -> list[str]:
+        """What the engine's log says in warnings and errors."""
+        return [line for line in self.log.read_text().splitlines() if re.search(r"\b(WARNING|ERROR)\b", line)]
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
@@ -106,30 +117,36 @@ class Fleet:
         as_child: bool = False,
         args: tuple[str, ...] = (),
         env: Mapping[str, str] | None = None,
+        transfer: Mapping[str, Any] | None = None,
+        ports: tuple[int, int] | None = None,
     ) -> ServerSpec:
-        """How an engine is started; every engine with a role captures what it transfers."""
-        port, side_port = free_ports(2)
+        """How an engine is started; every engine with a role captures what it transfers.
+
+        ``config``: of the connector; ``transfer``: other keys of ``kv_transfer_config``; ``ports``: of the API and of
+        the side channel.
+        """
+        port, side_port = ports or free_ports(2)
         arguments = ["--model", str(self.model(model)), "--served-model-name", MODEL_NAME, "--max-model-len", "4096"]
         arguments += ["--tensor-parallel-size", str(tp), *args]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), **(env or {})}
         if role is not None:
-            # Shorter than the defaults, so that tests of what ends by time are quick, yet longer than a small machine
-            # under load was seen to stand still (12 s).
-            extra = {"capture_dir": str(self.captures), "lease_s": 20, "acquire_timeout_s": 15}
+            # Longer than a small machine was seen to stand still (12 s); tests of what ends by time say less.
+            extra = {"capture_dir": str(self.captures), "lease_s": 60, "acquire_timeout_s": 30}
             extra |= config or {}
-            transfer = {
+            whole: dict[str, Any] = {
                 "kv_connector": "HybridNixlConnector",
                 "kv_role": role,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": extra,
+                **(transfer or {}),
             }
             if as_child:
-                transfer = {
+                whole = {
                     "kv_connector": "MultiConnector",
                     "kv_role": role,
-                    "kv_connector_extra_config": {"connectors": [transfer]},
+                    "kv_connector_extra_config": {"connectors": [whole]},
                 }
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+            arguments += ["--kv-transfer-config", json.dumps(whole)]
         return ServerSpec(name, port, tuple(arguments), environment)
 
     def engine(self, name: str, **kwargs: Any) -> Engine:
@@ -146,6 +163,23 @@ class Fleet:
                 self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client)
         self._servers.wait_ready()
         return {name: self._engines[name] for name in wanted}
+
+    def kill(self, engine: Engine) -> None:
+        """Take an engine away without any chance to clean up, as a lost host would."""
+        del self._engines[engine.name]
+        self._servers.kill(engine.name)
+
+    def signal(self, engine: Engine, number: int) -> None:
+        """Send a signal to all processes of an engine."""
+        for pid in self._servers.pids(engine.name):
+            os.kill(pid, number)
+
+    def is_alive(self, engine: Engine) -> bool:
+        """Whether the engine still answers its health check."""
+        try:
+            return self.client.get(f"{engine.url}/health", timeout=10).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
 
     def stop(self, *engines: Engine) -> None:
         """Stop engines that no later test needs."""

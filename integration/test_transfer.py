@@ -117,7 +117,8 @@ def test_through_the_router(fleet, aggregated):
 
 def test_aborted_requests_give_everything_back(fleet):
     """Aborts on P while it computes, on D before, during and after the load: no block stays, and both still serve."""
-    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    decode = consumer(fleet, 1)
+    prefill = fleet.engine("prefill-impatient", role="kv_producer", config={"lease_s": 5})
     timeouts_s = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1)
 
     def give_up(engine, prompt, params, timeout_s):
@@ -139,10 +140,12 @@ def test_aborted_requests_give_everything_back(fleet):
         gave_up = sum(job.result() for job in jobs)
     assert gave_up >= len(timeouts_s)
     decode.wait_idle()
-    prefill.wait_idle()  # leases that nobody asked for end with their time, 20 s here
+    prefill.wait_idle()  # leases that nobody asked for end with their time
 
     prompt = prompt_of(500, salt=77)
-    params = prefill.prefill(prompt)
+    assert prefill.prefill(prompt)["do_remote_prefill"]
+    fleet.stop(prefill)
+    params = producer(fleet, 1).prefill(prompt)
     decode.answer(prompt, params)
     assert not fleet.compare(params, decode.model).differing
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Protocol, Self, TypeAlias
 
-from hybrid_connector.tools.sessions import POLL_S, stop_sessions
+from hybrid_connector.tools.sessions import POLL_S, session_members, stop_sessions
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -247,6 +247,10 @@ class Servers:
             del self._processes[process.name]
         if name is None:
             self._launcher.close()
+
+    def pids(self, name: str) -> tuple[int, ...]:
+        """All processes of one server."""
+        return tuple(session_members(self._processes[name].pid))
 
     def kill(self, name: str) -> None:
         """Kill one server without any chance to clean up, as a lost host would."""

@@ -18,7 +18,7 @@ def _all_pids() -> Iterator[int]:
     yield from (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
 
 
-def _session_members(session: int) -> Iterator[int]:
+def session_members(session: int) -> Iterator[int]:
     """Processes of `session` that still run; zombies do not count."""
     for pid in _all_pids():
         try:
@@ -46,7 +46,7 @@ def stop_sessions(sessions: Iterable[int], grace_s: float, *, reap: Callable[[],
     Then remove the shared memory that only they had mapped: vLLM kills its own children before they can.
     """
     left = set(sessions)
-    shared = {path for session in left for pid in _session_members(session) for path in _shared_memory(pid)}
+    shared = {path for session in left for pid in session_members(session) for path in _shared_memory(pid)}
     for leader in left if grace_s > 0 else ():
         with contextlib.suppress(ProcessLookupError):
             os.kill(leader, signal.SIGTERM)
@@ -54,7 +54,7 @@ def stop_sessions(sessions: Iterable[int], grace_s: float, *, reap: Callable[[],
     while left:
         overdue = time.monotonic() >= deadline
         for session in tuple(left):
-            members = list(_session_members(session))
+            members = list(session_members(session))
             if not members:
                 left.remove(session)
             elif overdue or session not in members:  # without its leader nobody stops the children
