@@ -206,11 +206,17 @@ def gpu_bytes(name: str) -> int:
     return int(gpus[name] * GIB)
 
 
-def read_preset(name: str) -> Preset:
-    """Raises ``ValueError`` for an unknown name."""
+def preset_values(name: str) -> Mapping[str, Any]:
+    """A model as ``presets.toml`` has it. Raises ``ValueError`` for an unknown name."""
     if name not in preset_names():
         raise ValueError(f"preset: expected one of {', '.join(preset_names())}, got {name}")
-    values = _presets()["model"][name]
+    values: Mapping[str, Any] = _presets()["model"][name]
+    return values
+
+
+def read_preset(name: str) -> Preset:
+    """Raises ``ValueError`` for an unknown name."""
+    values = preset_values(name)
     return Preset(
         read_config(values["config"], name),
         Weights(int(values["weights_gib"] * GIB), int(values["expert_gib"] * GIB)),
