@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM's dependencies think of each other
     nursery.import_vllm()
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
     from vllm.platforms.interface import Platform
@@ -70,7 +70,7 @@ def vllm_config_for(model_dir, serving: Serving, tp: int) -> VllmConfig:
         mamba_ssm_cache_dtype=serving.temporal_element.name if serving.temporal_element else "auto",
     ).create_engine_config()
     config.parallel_config.tensor_parallel_size = tp
-    config.cache_config.block_size = serving.block_size
+    config.cache_config.block_size = serving.block_size or CacheConfig.DEFAULT_BLOCK_SIZE
     config.cache_config.cache_dtype = serving.kv_element.name if serving.kv_element else "auto"
     if serving.spec_tokens:
         config.speculative_config = SimpleNamespace(

@@ -24,7 +24,6 @@ from hybrid_connector.tools.sizing.capacity import (
     Serving,
     Topology,
     Weights,
-    block_tokens,
     fit,
     group_layers,
     shape_pool,
@@ -55,10 +54,9 @@ def test_block_and_page_are_the_published_ones():
     assert round(pool.state_bytes / MIB, 3) == 4.117
 
 
-@pytest.mark.parametrize("kernel_block", [16, 32, 64])
-def test_the_published_block_holds_for_every_kernel_block(kernel_block):
-    serving = replace(AS_PUBLISHED, kernel_block=kernel_block, block_size=kernel_block)
-    assert shape_pool(PUBLISHED.model, serving, tp=1).block_tokens == 2112
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_the_published_block_is_a_multiple_of_all_of_these(block_size):
+    assert shape_pool(PUBLISHED.model, replace(AS_PUBLISHED, block_size=block_size), tp=1).block_tokens == 2112
 
 
 def test_the_published_layers_form_four_groups():
@@ -133,21 +131,6 @@ def test_a_request_by_hand():
     assert found.requests_per_rank(100) == 36 // 6
     assert found.requests(100) == 12
     assert pool.crossover_tokens == 3 * 48
-
-
-@pytest.mark.parametrize(("state", "block"), [(2_134_016, 4176), (533_504, 1056)])
-def test_block_sizes_seen_in_the_field(state, block):
-    """vLLM's log at two tensor-parallel sizes of one model [vllm 42895, 45575]."""
-    assert block_tokens(512, state, Serving()) == block
-
-
-@given(st.integers(1, 10**5), st.integers(0, 10**8), st.sampled_from([(16, 16), (64, 16), (48, 16), (128, 128)]))
-def test_a_page_holds_a_state_and_no_shorter_one_does(token, state, sizes):
-    serving = Serving(block_size=sizes[0], kernel_block=sizes[1])
-    tokens = block_tokens(token, state, serving)
-    assert tokens % serving.kernel_block == 0
-    assert tokens * token >= state
-    assert tokens == serving.block_size or (tokens - serving.block_size) * token < state
 
 
 @given(st.integers(1, 100), st.integers(1, 300))
@@ -333,7 +316,7 @@ def test_wrong_input_by_the_script():
     [
         (["--topology", "TP3"], "TP3: 2 KV heads cannot be split over 3 ranks"),
         (["--topology", "TP32", "--gpus", "16"], "TP32 needs 32 GPUs, there are 16"),
-        (["--block-size", "40"], "expected a multiple of the kernel's 16 tokens, got 40"),
+        (["--block-size", "40"], "expected a multiple of FLASH_ATTN's 16 tokens, got 40"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments, message, capsys):
@@ -434,3 +417,8 @@ def test_a_plot_without_matplotlib():
     assert done.returncode == 1
     assert "--plot needs matplotlib: pip install 'hybrid-connector[plot]'" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_page_in_the_docs_shows_what_is_printed():
+    page = (Path(__file__).parent.parent / "docs" / "size.md").read_text(encoding="utf-8")
+    assert run_script().stdout.rstrip() in page

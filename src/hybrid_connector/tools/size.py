@@ -11,10 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from hybrid_connector.tools.models.blocks import BACKENDS
 from hybrid_connector.tools.sizing import models, report
 from hybrid_connector.tools.sizing.capacity import (
-    BLOCK_SIZE_TOKENS,
-    KERNEL_BLOCK_TOKENS,
     Memory,
     ModelShape,
     Serving,
@@ -24,13 +23,15 @@ from hybrid_connector.tools.sizing.capacity import (
 from hybrid_connector.tools.sizing.comparison import Setup, compare, switches, usual_topologies
 from hybrid_connector.tools.sizing.models import GIB, Preset
 
-DEFAULT_PRESET = "qwen3.8-2.4t"
+DEFAULT_PRESET = models.preset_names()[0]
 DEFAULT_GPUS = 8
 GPU_MEMORY_UTILIZATION = 0.92
 """vLLM's default: 8 % stay free."""
 
 ASSUMED_ACTIVATION_GIB = 2.24
 """The largest peak published for the preset; taken for every topology without a peak of its own."""
+
+ATTENTION_BACKENDS = tuple(b.name for b in BACKENDS.values() if b.device == "cuda" and not b.is_latent)
 
 EXAMPLES = """examples:
   hybrid-connector size
@@ -93,13 +94,9 @@ def add_parser(subcommands: Any) -> None:
     request.add_argument(
         "--kv-cache-dtype", choices=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"), default="auto"
     )
-    request.add_argument("--block-size", type=_positive, default=BLOCK_SIZE_TOKENS, metavar="N", help="tokens (16)")
+    request.add_argument("--block-size", type=_positive, metavar="N", help="tokens asked for (the backend's 16)")
     request.add_argument(
-        "--kernel-block",
-        type=_positive,
-        default=KERNEL_BLOCK_TOKENS,
-        metavar="N",
-        help="smallest block of the attention kernel in tokens (16; FlashAttention 4 with heads of 256: 128)",
+        "--attention-backend", choices=ATTENTION_BACKENDS, default="FLASH_ATTN", help="decides the lengths of blocks"
     )
     request.add_argument(
         "--spec-tokens", type=_natural, metavar="N", help="tokens speculated per step, as with MTP (the preset's, or 0)"
@@ -214,7 +211,7 @@ def _read_serving(args: argparse.Namespace, preset: Preset | None) -> Serving:
     temporal, kv = args.mamba_ssm_cache_dtype, args.kv_cache_dtype
     return Serving(
         block_size=args.block_size,
-        kernel_block=args.kernel_block,
+        backend=BACKENDS[args.attention_backend],
         spec_tokens=spec_tokens,
         prefix_caching=args.prefix_caching,
         temporal_element=None if temporal == "auto" else models.element_type(temporal),

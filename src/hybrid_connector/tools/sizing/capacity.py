@@ -1,11 +1,11 @@
 """How many requests fit: blocks in a rank's cache over blocks of a request.
 
 1. ``ModelShape`` is the model, ``Topology`` the ranks it is spread over, ``Serving`` the options it is served with.
-2. ``shape_pool``: the block grows until a page of K/V holds a recurrent state, as both share one pool; layers form
-   groups, a block is one page for each layer of a group, and every group of a request draws its own blocks.
+2. ``shape_pool``: ``choose_block`` gives a block whose page of K/V holds a recurrent state, as both share one pool;
+   layers form groups, a block is one page for each layer of a group, and every group of a request draws its own blocks.
 3. ``fit`` divides the memory beside weights and activations by the bytes of a block, and that by a request's blocks.
 
-The rules are vLLM 0.32's: ``Platform._align_hybrid_block_size``, ``_get_kv_cache_groups_uniform_page_size``,
+The rules are vLLM 0.32's: ``_get_kv_cache_groups_uniform_page_size``, ``get_kv_cache_config_from_groups``,
 ``MambaSpec.max_memory_usage_bytes``. integration/test_size.py holds this module against those.
 """
 
@@ -15,12 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hybrid_connector.core.families import Attention, Conv, ElementType, Recurrent, StatePage, split
-
-KERNEL_BLOCK_TOKENS = 16
-"""Smallest block of the FlashAttention, FlashInfer and Triton kernels. FlashAttention 4 has 128 for heads of 256."""
-
-BLOCK_SIZE_TOKENS = 16
-"""vLLM's ``--block-size`` where none is given."""
+from hybrid_connector.tools.models.blocks import BACKENDS, Backend, choose_block
 
 _STATE_PAGE = StatePage(channel_first=True)  # the order of axes does not change their sizes
 
@@ -101,19 +96,20 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Options of ``vllm serve`` that decide the size of a request. ``None``: the model's own element type."""
+    """Options of ``vllm serve`` that decide the size of a request. ``None``: the default of vLLM or of the model."""
 
-    block_size: int = BLOCK_SIZE_TOKENS
-    kernel_block: int = KERNEL_BLOCK_TOKENS
+    block_size: int | None = None
+    backend: Backend = BACKENDS["FLASH_ATTN"]
     spec_tokens: int = 0
     prefix_caching: bool = True
     temporal_element: ElementType | None = None
     kv_element: ElementType | None = None
 
     def __post_init__(self) -> None:
-        if self.kernel_block < 1 or self.block_size < 1 or self.block_size % self.kernel_block:
+        if self.block_size is not None and not self.backend.can_split(self.block_size):
             raise ValueError(
-                f"block size: expected a multiple of the kernel's {self.kernel_block} tokens, got {self.block_size}"
+                f"block size: expected a multiple of {self.backend.name}'s {self.backend.smallest} tokens, "
+                f"got {self.block_size}"
             )
         if self.spec_tokens < 0:
             raise ValueError(f"speculative tokens: expected at least 0, got {self.spec_tokens}")
@@ -200,22 +196,12 @@ def state_bytes(recurrent: Recurrent, serving: Serving, tp: int) -> int:
     return sum(prod(shape) * part.element.num_bytes for part, shape in zip(served.parts, shapes, strict=True))
 
 
-def block_tokens(token_bytes: int, state_bytes: int, serving: Serving) -> int:
-    """Tokens of a block: the fewest, in steps of the block size, whose page holds a state.
-
-    A block size above the kernel's is a step too, so the block may end up longer than either needs.
-    """
-    step = max(serving.kernel_block, serving.block_size)
-    needed = step * ceil_div(state_bytes, step * token_bytes)
-    return max(serving.block_size, serving.kernel_block * ceil_div(needed, serving.kernel_block))
-
-
 def shape_pool(model: ModelShape, serving: Serving, tp: int) -> Pool:
     """How each of ``tp`` ranks cuts up its cache. Raises ``ValueError`` where they cannot share out the model."""
     num_attention = model.num_attention_layers + (model.num_draft_layers if serving.spec_tokens else 0)
     token = 0 if model.attention is None else kv_token_bytes(model.attention, serving, tp)
     state = 0 if model.recurrent is None else state_bytes(model.recurrent, serving, tp)
-    num_tokens = block_tokens(token, state, serving) if token else serving.block_size
+    num_tokens = choose_block(serving.backend, serving.block_size, token_bytes=max(token, 1), state_bytes=state)
     (attention_groups, recurrent_groups), layers_per_block = group_layers((num_attention, model.num_recurrent_layers))
     return Pool(
         token_bytes=token,

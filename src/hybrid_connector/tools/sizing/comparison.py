@@ -99,7 +99,7 @@ def switches(setup: Setup) -> Mapping[str, Setup]:
     if setup.model.attention is not None:
         if (serving.kv_element or setup.model.attention.element).num_bytes > 1:
             changed["--kv-cache-dtype fp8"] = replace(serving, kv_element=ElementType("fp8", 1))
-        if serving.block_size != LARGE_BLOCK_TOKENS and LARGE_BLOCK_TOKENS % serving.kernel_block == 0:
+        if serving.block_size != LARGE_BLOCK_TOKENS and serving.backend.can_split(LARGE_BLOCK_TOKENS):
             changed[f"--block-size {LARGE_BLOCK_TOKENS}"] = replace(serving, block_size=LARGE_BLOCK_TOKENS)
     if serving.spec_tokens:
         changed["--spec-tokens 0"] = replace(serving, spec_tokens=0)

@@ -1,7 +1,7 @@
 """Which layers has a model, and how large are its weights?
 
-1. ``read_config`` reads a ``config.json`` of transformers: hybrids of attention and gated delta nets as Qwen3-Next and
-   Qwen3.5 are, and models of full attention alone.
+1. ``read_config`` reads a ``config.json`` of transformers: hybrids of full attention and gated delta nets, and models
+   of full attention alone.
 2. ``read_weights`` sums up the headers of the ``*.safetensors`` files beside it.
 3. ``Preset`` is a model or GPU from ``presets.toml``, where every number has its source.
 """

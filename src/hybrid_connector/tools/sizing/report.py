@@ -37,7 +37,7 @@ def describe(setup: Setup) -> list[str]:
     )
     lines.append(
         f"Speculative tokens: {serving.spec_tokens}; prefix caching: {'on' if serving.prefix_caching else 'off'}; "
-        f"block size asked for: {serving.block_size}"
+        f"block size asked for: {serving.block_size or serving.backend.default_tokens} ({serving.backend.name})"
     )
     return lines
 
@@ -47,18 +47,18 @@ def topology_table(setup: Setup, rows: Sequence[Row]) -> Table:
     table = Table(
         title=f"{setup.model.name}: requests of {setup.isl:,} + {setup.osl:,} tokens on {setup.num_gpus} GPUs"
     )
-    table.add_column("topology")
+    table.add_column("topology", no_wrap=True)
     for name in (
         "weights\nGiB/GPU",
-        "activa-\ntions GiB",
+        "activa-\ntions",
         "cache\nGiB/GPU",
         "block\ntokens",
         "page\nMiB",
         "blocks\nper rank",
-        "a request\nstate + K/V",
+        "state +\nK/V blocks",
         "larger\npart",
-        "K/V larger\nbeyond",
-        "requests\nper DP rank",
+        "beyond it\nK/V larger",
+        "requests\nper rank",
         "engines",
         "requests\nin all",
     ):
@@ -67,7 +67,7 @@ def topology_table(setup: Setup, rows: Sequence[Row]) -> Table:
         found, pool = row.fit, row.fit.pool
         assumed = "" if found.topology in setup.memory.measured else "~"
         table.add_row(
-            str(found.topology),
+            f"{found.topology}EP{found.topology.num_gpus}",
             f"{found.weights_bytes / GIB:.1f}",
             f"{assumed}{found.activation_bytes / GIB:.2f}",
             f"{found.cache_bytes / GIB:.1f}" if found.cache_bytes > 0 else f"[red]{found.cache_bytes / GIB:.1f}[/red]",
@@ -102,7 +102,7 @@ def switch_table(setup: Setup, rows: Sequence[Row], changed: Mapping[str, Setup]
     best = rows[0].fit.topology
     table = Table(title=f"What one option changes: blocks with {best}, and requests in all with each topology")
     table.add_column("option", no_wrap=True)
-    for name in ("block\ntokens", "a request\nstate + K/V"):
+    for name in ("block\ntokens", "state +\nK/V blocks"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_column(str(row.fit.topology), justify="right")
