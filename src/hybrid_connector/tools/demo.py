@@ -29,7 +29,6 @@ from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
 from hybrid_connector.tools.completions import Agreement, Answer, agree, complete
 from hybrid_connector.tools.servers import Device, Servers, ServerSpec, Startup, free_ports
-from hybrid_connector.tools.tiny_model import make_tiny_model
 
 PROMPT_TOKENS = (5, 31, 32, 33, 200, 639, 640, 641, 1000, 1281, 2000)
 """Short, around the kernel block (32 tokens) and the logical block (640) of the tiny model, and long."""
@@ -108,6 +107,9 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
+    # Takes torch, thus three seconds, and the other subcommands work without it.
+    from hybrid_connector.tools.tiny_model import make_tiny_model
+
     console = Console()
     # What the user sees must not depend on the terminal being as wide as ours.
     if not console.is_terminal:

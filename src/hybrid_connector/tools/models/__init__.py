@@ -1,0 +1,1 @@
+"""What would vLLM's engines hold for a model, by its config.json alone?"""
