@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
-from hybrid_connector.tools import demo, plan
+from hybrid_connector.tools import demo, explain, plan
 from hybrid_connector.tools.servers import ServerError
 
 
@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
     demo.add_parser(subcommands)
     plan.add_parser(subcommands)
+    explain.add_parser(subcommands)
     return parser
 
 

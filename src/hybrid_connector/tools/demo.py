@@ -29,7 +29,6 @@ from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
 from hybrid_connector.tools.completions import Agreement, Answer, agree, complete
 from hybrid_connector.tools.servers import Device, Servers, ServerSpec, Startup, free_ports
-from hybrid_connector.tools.tiny_model import make_tiny_model
 
 PROMPT_TOKENS = (5, 31, 32, 33, 200, 639, 640, 641, 1000, 1281, 2000)
 """Short, around the kernel block (32 tokens) and the logical block (640) of the tiny model, and long."""
@@ -117,7 +116,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--model: expected a directory with a config.json, got {model}")
     work_dir = args.work_dir or Path(tempfile.mkdtemp(prefix="hybrid-connector-demo."))
     shutil.rmtree(work_dir / "captures", ignore_errors=True)
-    model = model or make_tiny_model(work_dir / "model")
+    if model is None:
+        from hybrid_connector.tools.tiny_model import make_tiny_model  # torch, which other subcommands do without
+
+        model = make_tiny_model(work_dir / "model")
     console.print(f"Model {model}; logs in {work_dir / 'logs'}")
     with Servers(work_dir / "logs", device=args.device) as servers:
         for spec in _specs(args, model, work_dir / "captures"):

@@ -26,6 +26,7 @@ from hybrid_connector.core.errors import ConfigError, IncompatibleError, Transfe
 from hybrid_connector.core.families import Attention
 from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.core.planning import plan_engine
+from hybrid_connector.tools.manifests import planned_manifest, save_manifest
 from hybrid_connector.tools.models.check import compare_with_vllm
 from hybrid_connector.tools.models.config import load_config
 from hybrid_connector.tools.models.engine import Blocks, Engine, describe_engine, parse_serve
@@ -84,6 +85,7 @@ def add_parser(subcommands: Any) -> None:
     )
     add_cost_options(parser)
     parser.add_argument("--check", action="store_true", help="compare the layouts with the vLLM that is installed here")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write p.json and d.json there, for explain")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -126,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     requests = _requests(args, src, dst)
     refusal = _refusal(src, dst)
     rows = [] if refusal else [_row(src, dst, request, may_scatter=args.like is None) for request in requests]
+    if args.save is not None:
+        _save(args.save, src, dst, requests)
     differences = _check(args, src, dst) if args.check else None
     scatter = SCATTER["VRAM" if args.device == "cuda" else "DRAM"]
     if args.json:
@@ -204,6 +208,17 @@ def _check(args: argparse.Namespace, src: Engine, dst: Engine) -> dict[str, list
         side: compare_with_vllm(engine, args.model, line)
         for side, engine, line in (("P", src, args.prefill), ("D", dst, args.decode))
     }
+
+
+def _save(directory: Path, src: Engine, dst: Engine, requests: Sequence[Request]) -> None:
+    """What each side would tell its peers, with a pool as large as the requests need."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, engine, ids in (
+        ("p", src, [request.src_block_ids for request in requests]),
+        ("d", dst, [request.dst_block_ids for request in requests]),
+    ):
+        num_blocks = max(_num_blocks(engine, block_ids) for block_ids in ids)
+        save_manifest(planned_manifest(name, engine, num_blocks), directory / f"{name}.json")
 
 
 # What is printed.
