@@ -275,6 +275,7 @@ def test_what_the_handshake_would_refuse(model, run, prefill, decode, reason):
         (["--prefill", "-tp 0"], "P: tensor-parallel size: expected at least 1, got 0"),
         (["--prefill", "-pp 9"], "P: 9 pipeline stages: the model has 8 layers"),
         (["--prefill", "VLLM_KV_CACHE_LAYOUT=XY vllm serve"], "P: cache layout: expected one of LBHNC"),
+        (["--prefill", "VLLM_PP_LAYER_PARTITION=3,5 vllm serve"], "P: VLLM_PP_LAYER_PARTITION: stages of chosen sizes"),
         (["--prefill", "--kv-cache-dtype int9"], "P: element type int9: expected one of bfloat16"),
         (["--prefill", "'"], 'P: "\'": expected the arguments of vllm serve: No closing quotation'),
         (["--tokens", "1"], "--tokens: expected at least 2, got 1"),
@@ -421,9 +422,10 @@ def test_element_types_of_states(name, line, temporal):
 
 def test_speculation_lengthens_conv_states():
     line = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'"""
-    for name, taps in (("delta net", 3 + 3), ("Mamba2 by index", 3 + 3), ("Mamba1 by period", 3)):
-        layer = next(layer for layer in engine(name, line).layouts(4)[0].layers if len(layer.shards) > 1)
-        assert layer.shards[0].tensor.shape[1] == taps
+    wanted = {"delta net": 6, "Mamba2 by index": 6, "short convolution": 5, "KDA and MLA": 6, "Mamba1 by period": 3}
+    for name, taps in wanted.items():
+        shards = [shard for layer in engine(name, line).layouts(4)[0].layers for shard in layer.shards]
+        assert {shard.tensor.shape[1] for shard in shards if shard.tensor.kind == "conv"} == {taps}
 
 
 def test_a_line_of_vllm_serve():

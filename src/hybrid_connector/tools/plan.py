@@ -62,6 +62,24 @@ class Row:
         return sum(rank.num_descriptors for rank in self.reads)
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """All there is to say. ``refusal``: the handshake's, and then no rows. ``differences``: to vLLM, if asked for."""
+
+    model: str
+    src: Engine
+    dst: Engine
+    refusal: str | None
+    rows: tuple[Row, ...]
+    costs: Mapping[str, Cost]
+    scatter: Cost
+    differences: Mapping[str, list[str]] | None
+
+    @property
+    def sides(self) -> tuple[tuple[str, Engine], tuple[str, Engine]]:
+        return ("P", self.src), ("D", self.dst)
+
+
 def add_parser(subcommands: Any) -> None:
     """Add ``plan`` to the command line."""
     parser = subcommands.add_parser(
@@ -132,11 +150,12 @@ def run(args: argparse.Namespace) -> int:
         _save(args.save, src, dst, requests)
     differences = _check(args, src, dst) if args.check else None
     scatter = SCATTER["VRAM" if args.device == "cuda" else "DRAM"]
+    planned = Planned(args.model, src, dst, refusal, tuple(rows), costs, scatter, differences)
     if args.json:
-        print(json.dumps(_as_json(args.model, src, dst, refusal, rows, costs, scatter, differences), indent=1))
+        print(json.dumps(_as_json(planned), indent=1))
     else:
-        _show(args, src, dst, refusal, rows, costs, scatter, differences)
-    return int(refusal is not None or bool(differences))
+        _show(planned, args.fragmented)
+    return int(refusal is not None or any((differences or {}).values()))
 
 
 def _refusal(src: Engine, dst: Engine) -> str | None:
@@ -224,52 +243,47 @@ def _save(directory: Path, src: Engine, dst: Engine, requests: Sequence[Request]
 # What is printed.
 
 
-def _show(
-    args: argparse.Namespace,
-    src: Engine,
-    dst: Engine,
-    refusal: str | None,
-    rows: Sequence[Row],
-    costs: Mapping[str, Cost],
-    scatter: Cost,
-    differences: Mapping[str, list[str]] | None,
-) -> None:
+def _show(planned: Planned, fragmented: int) -> None:
     console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{args.model}: {_say_model(src)}")
-    for side, engine in (("P", src), ("D", dst)):
+    console.print(f"{planned.model}: {_say_model(planned.src)}")
+    for side, engine in planned.sides:
         console.print(f"{side}: {_say_engine(engine)}")
         if engine.settings.ignored:
             console.print(f"   says nothing about caches, or is not known here: {' '.join(engine.settings.ignored)}")
-    for note in _notes(src, dst):
+    for note in _notes(planned):
         console.print(f"note: {note}")
-    if refusal is not None:
-        console.print(f"P and D refuse each other: {refusal}")
+    if planned.refusal is not None:
+        console.print(f"P and D refuse each other: {planned.refusal}")
     else:
         console.print("P and D can exchange state. A request, all ranks of D together:")
-        console.print(_table(rows, costs, scatter))
-        for line in _legend(rows, costs):
+        console.print(_table(planned))
+        for line in _legend(planned, fragmented):
             console.print(line)
-    for side, found in (differences or {}).items():
+    for side, found in (planned.differences or {}).items():
         console.print(f"{side}: vLLM lays out the same caches" if not found else f"{side}: vLLM differs:")
         for difference in found:
             console.print(f"   {difference}")
 
 
-def _table(rows: Sequence[Row], costs: Mapping[str, Cost], scatter: Cost) -> Table:
+def _table(planned: Planned) -> Table:
     table = Table()
     for heading in ("prompt\ntokens", *(f"{kind}\nbytes" for kind in StateKind), "descrip-\ntors"):
         table.add_column(heading, justify="right")
-    for name in costs:
+    for name in planned.costs:
         table.add_column(f"{name}\nms", justify="right")
-    for row in rows:
+    for row in planned.rows:
         kinds = total_kinds(row.reads)
         table.add_row(
             f"{row.request.prompt_tokens:,}",
             *(f"{kinds.get(kind, 0):,}" for kind in StateKind),
-            f"{row.num_descriptors:,}" + ("" if row.scattered is None else f"\nto {row.scattered:,}"),
-            *("\n".join(_say_times(row, cost, scatter)) for cost in costs.values()),
+            f"{row.num_descriptors:,}" + (f"\nto {row.scattered:,}" if _is_range(row) else ""),
+            *("\n".join(_say_times(row, cost, planned.scatter)) for cost in planned.costs.values()),
         )
     return table
+
+
+def _is_range(row: Row) -> bool:
+    return row.scattered is not None and row.scattered > row.num_descriptors
 
 
 def _say_times(row: Row, cost: Cost, scatter: Cost) -> list[str]:
@@ -277,14 +291,15 @@ def _say_times(row: Row, cost: Cost, scatter: Cost) -> list[str]:
     return [f"{direct:.3g}"] if cheaper >= direct else [f"{direct:.3g}", f"staged {cheaper:.3g}"]
 
 
-def _legend(rows: Sequence[Row], costs: Mapping[str, Cost]) -> list[str]:
+def _legend(planned: Planned, fragmented: int) -> list[str]:
     lines = []
-    if any(row.scattered is not None for row in rows):
-        lines.append("Descriptors: with the blocks as given, to one per page or more where no block follows another.")
-    lines.append(
-        "Times by the cost model, estimates: " + "; ".join(f"{name} {cost}" for name, cost in costs.items()) + "."
-    )
-    lines.append("Staged: whole pages through a local buffer, shown where that is faster.")
+    if any(map(_is_range, planned.rows)):
+        lines.append(f"Descriptors: {fragmented} % of the blocks not following the one before, to none that does.")
+    shown = "; ".join(f"{name} {cost}" for name, cost in planned.costs.items())
+    lines.append(f"Times are estimates by the cost model: {shown}.")
+    times = [_say_times(row, cost, planned.scatter) for row in planned.rows for cost in planned.costs.values()]
+    if any(len(time) > 1 for time in times):
+        lines.append("Staged: whole pages through a local buffer, shown where that is faster.")
     return lines
 
 
@@ -312,52 +327,49 @@ def _say_engine(engine: Engine) -> str:
     return "; ".join(parts)
 
 
-def _notes(src: Engine, dst: Engine) -> list[str]:
+def _notes(planned: Planned) -> list[str]:
+    engines = planned.src, planned.dst
     notes = []
-    if src.model.overwrites_state:
+    if planned.src.model.overwrites_state:
         notes.append("P stops one token early, D computes the last prompt token itself.")
-    if any(engine.settings.speculative for engine in (src, dst)):
+    if any(engine.settings.speculative for engine in engines):
         notes.append("layers of a draft model are not counted.")
-    assumed = sorted({e.backend.name for e in (src, dst) if e.backend is not None and e.settings.backend is None})
+    assumed = sorted({e.backend.name for e in engines if e.backend is not None and e.settings.backend is None})
     if assumed:
         notes.append(f"attention backend {' and '.join(assumed)} assumed; --attention-backend chooses another.")
     return notes
 
 
-def _as_json(
-    model: str,
-    src: Engine,
-    dst: Engine,
-    refusal: str | None,
-    rows: Sequence[Row],
-    costs: Mapping[str, Cost],
-    scatter: Cost,
-    differences: Mapping[str, list[str]] | None,
-) -> dict[str, Any]:
+def _as_json(planned: Planned) -> dict[str, Any]:
     return {
-        "model": model,
-        "architecture": src.model.architecture,
-        "p": _engine_as_json(src),
-        "d": _engine_as_json(dst),
-        "notes": _notes(src, dst),
-        "refusal": refusal,
-        "requests": [
-            {
-                "prompt_tokens": row.request.prompt_tokens,
-                "moved_tokens": row.request.num_tokens,
-                "kind_bytes": total_kinds(row.reads),
-                "num_descriptors": row.num_descriptors,
-                "num_descriptors_scattered": row.scattered,
-                "ranks": [
-                    {"rank": rank.dst_rank, "kind_bytes": rank.kinds, "num_descriptors": rank.num_descriptors}
-                    for rank in row.reads
-                ],
-                "direct_s": {name: seconds(row.reads, cost, scatter, may_stage=False) for name, cost in costs.items()},
-                "cheapest_s": {name: seconds(row.reads, cost, scatter, may_stage=True) for name, cost in costs.items()},
-            }
-            for row in rows
+        "model": planned.model,
+        "architecture": planned.src.model.architecture,
+        "p": _engine_as_json(planned.src),
+        "d": _engine_as_json(planned.dst),
+        "notes": _notes(planned),
+        "refusal": planned.refusal,
+        "requests": [_row_as_json(row, planned) for row in planned.rows],
+        "differs_from_vllm": planned.differences,
+    }
+
+
+def _row_as_json(row: Row, planned: Planned) -> dict[str, Any]:
+    direct_s, cheapest_s = (
+        {name: seconds(row.reads, cost, planned.scatter, may_stage=may_stage) for name, cost in planned.costs.items()}
+        for may_stage in (False, True)
+    )
+    return {
+        "prompt_tokens": row.request.prompt_tokens,
+        "moved_tokens": row.request.num_tokens,
+        "kind_bytes": total_kinds(row.reads),
+        "num_descriptors": row.num_descriptors,
+        "num_descriptors_scattered": row.scattered,
+        "ranks": [
+            {"rank": rank.dst_rank, "kind_bytes": rank.kinds, "num_descriptors": rank.num_descriptors}
+            for rank in row.reads
         ],
-        "differs_from_vllm": differences,
+        "direct_s": direct_s,
+        "cheapest_s": cheapest_s,
     }
 
 

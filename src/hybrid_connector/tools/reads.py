@@ -1,7 +1,7 @@
 """What does each D rank read for one request, from which P rank, and would whole pages be cheaper?
 
 1. ``Part``: what one D rank reads from one P rank for the layers of one pair of cache groups.
-2. ``list_parts``: binds the plan of two engines to a request's blocks, and counts runs and the pages around them.
+2. ``list_reads``: binds the plan of two engines to a request's blocks, and counts runs and the pages around them.
 3. ``seconds``: how long a D rank's parts take, each read the cheaper way.
 """
 

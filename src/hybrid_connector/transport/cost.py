@@ -141,7 +141,7 @@ class Estimate:
 
     Weighted least squares of the relative error over the last ``window`` transfers; the weight falls by half every
     ``half_life`` transfers, and with the error of a transfer beyond a tolerance, so that a machine that stood still
-    tells nothing. Refitted when asked for, at most once per new transfer: 0.5 ms for 256 of them. Not thread-safe.
+    tells nothing. Refitted when asked for, at most once per new transfer: 1 ms for 256 of them. Not thread-safe.
     """
 
     def __init__(self, start: Cost, *, window: int = 256, half_life: float = 64.0) -> None:

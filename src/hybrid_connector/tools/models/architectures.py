@@ -276,7 +276,7 @@ def _mamba1(state: str, taps: str, *inner: str) -> State:
 def _short_convolution(config: Config, elements: Elements) -> Recurrent:
     return families.short_convolution(
         num_channels=config.number("conv_dim", "hidden_size"),
-        num_taps=config.number("conv_L_cache") - 1,
+        num_taps=config.number("conv_L_cache") - 1 + elements.num_speculative,
         element=elements.conv,
     )
 

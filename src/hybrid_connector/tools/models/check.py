@@ -32,11 +32,20 @@ _CPU_ENVIRONMENT = {
 
 
 def compare_with_vllm(engine: Engine, model: str, line: str) -> list[str]:
-    """Every difference to vLLM's own layout, one line each. Raises ``UnsupportedError`` where vLLM is not installed."""
+    """Every difference to vLLM's own layout, one line each.
+
+    Raises ``UnsupportedError`` where vLLM is not installed, or would not start such an engine here.
+    """
     ours = engine.layouts(NUM_BLOCKS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM's dependencies think of each other
-        theirs = layouts_of_vllm(engine, model, line)
+        try:
+            theirs = layouts_of_vllm(engine, model, line)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # vLLM has no base of its own for what it refuses
+            reason = " ".join(str(error).split())
+            raise UnsupportedError(f"--check: vLLM does not make such an engine here: {reason:.300}") from error
     return [difference for a, b in zip(ours, theirs, strict=True) for difference in _differences(a, b)]
 
 

@@ -107,6 +107,8 @@ def parse_serve(line: str, device: Device) -> Settings:
     ):
         if size > 1:
             raise UnsupportedError(f"{feature} of size {size} is not supported yet: use size 1")
+    if "VLLM_PP_LAYER_PARTITION" in environment:
+        raise UnsupportedError("VLLM_PP_LAYER_PARTITION: stages of chosen sizes cannot be planned without vLLM yet")
     layout = environment.get("VLLM_KV_CACHE_LAYOUT") or _layout_option(known.kv_transfer_config)
     conv_layout = environment.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
     if conv_layout not in ("SD", "DS"):
