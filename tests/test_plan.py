@@ -302,7 +302,7 @@ def test_a_model_that_is_not_there(run):
 def test_a_name_on_the_hub_that_is_not_cached(tmp_path):
     done = command("plan", "someone/something", HF_HOME=str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr.startswith("hybrid-connector: someone/something: no such directory, ")
+    assert done.stderr.startswith("hybrid-connector: someone/something: no such directory")
     assert "Traceback" not in done.stderr
 
 

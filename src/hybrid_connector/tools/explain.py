@@ -36,7 +36,7 @@ def add_parser(subcommands: Any) -> None:
     """Add ``explain`` to the command line."""
     parser = subcommands.add_parser(
         "explain",
-        help="which P rank supplies which part of which tensor, from two manifests",
+        help="which P rank supplies which part of which tensor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

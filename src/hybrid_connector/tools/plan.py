@@ -84,7 +84,7 @@ def add_parser(subcommands: Any) -> None:
     """Add ``plan`` to the command line."""
     parser = subcommands.add_parser(
         "plan",
-        help="what would move between two engines, and how long it takes; from a config.json alone",
+        help="what would move between two engines, and how long it takes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
