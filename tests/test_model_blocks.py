@@ -35,6 +35,10 @@ def test_a_chosen_block_is_the_step_it_grows_by(wanted, block):
     assert choose_block(BACKENDS["FLASH_ATTN"], wanted, token_bytes=2 * KIB, state_bytes=state_bytes) == block
 
 
+def test_one_cpu_kernel_has_its_way():
+    assert choose_block(BACKENDS["CPU_MLA"], 64, token_bytes=1152) == 16
+
+
 @pytest.mark.parametrize(
     ("backend", "block", "page"),
     [("FLASH_ATTN", 1072, 1072), ("FLASHINFER", 1056, 32), ("FLASHINFER", 64, 64), ("FLASHMLA", 1920, 64)],

@@ -12,6 +12,7 @@ EXEMPT = {
     "tools/compare.py": "reads model configs, apart from the code it checks",
     "tools/cpu_kernels.py": "computes demo models where there is no GPU",
     "tools/in_tree_model.py": "quotes another connector",
+    "tools/models/architectures.py": "says where each model class's config keeps its numbers",
     "tools/nursery.py": "imports the demo model's vLLM module",
     "tools/tiny_model.py": "makes demo models",
     "tools/tiny_models": "makes demo models",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hybrid_connector.core.blocks import Layer, RankLayout
 from hybrid_connector.core.errors import IncompatibleError
 from hybrid_connector.core.geometry import Box, Shard, StateKind, intersect, subtract_all
-from hybrid_connector.core.lowering import Run, expand, lower, merge
+from hybrid_connector.core.lowering import Copy, Run, expand, lower, merge
 
 MAX_PERIOD_PAGES = 1024
 """Longest period that is planned. A peer names its page length; 16 * 1024 tokens exceed any real one."""
@@ -61,6 +61,26 @@ class Plan:
     @property
     def src_ranks(self) -> tuple[int, ...]:
         return tuple(sorted({copies.src_rank for copies in self.copies}))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a part of a D page comes from: for people who ask, the plan itself holds runs only.
+
+    ``box`` in the request's coordinates; ``replicas``: the P ranks that hold it too. ``copy`` moves it from page
+    ``src_page`` to page ``dst_page`` of a period.
+    """
+
+    layer: str
+    tensor: str
+    kind: StateKind
+    box: Box
+    src_rank: int
+    replicas: tuple[int, ...]
+    src_page: int
+    dst_page: int
+    copy: Copy
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,21 +140,47 @@ def plan_transfer(dst: RankLayout, srcs: Sequence[RankLayout]) -> Plan:
     Raises ``IncompatibleError`` when a tensor is missing on P, differs in shape or element type,
     or is not held completely by ``srcs``; or when two of ``srcs`` claim the same rank.
     """
+    alike, ranks = _prepare(dst, srcs)
+    return Plan(
+        dst.rank,
+        tuple(copies for matches, tiling in alike for copies in _plan_alike(matches, tiling, dst.rank, ranks)),
+    )
+
+
+def trace_transfer(dst: RankLayout, srcs: Sequence[RankLayout]) -> tuple[Origin, ...]:
+    """Where each part of one period of D's rank ``dst`` comes from, in the plan that ``plan_transfer`` makes."""
+    alike, ranks = _prepare(dst, srcs)
+    return tuple(
+        Origin(
+            match.layer.name,
+            shard.tensor.name,
+            shard.tensor.kind,
+            piece.box,
+            holder.source.rank,
+            piece.ranks,
+            piece.src_page,
+            piece.dst_page,
+            copy,
+            piece.box.volume * shard.tensor.item_bytes,
+        )
+        for matches, _ in alike
+        for match in matches
+        for shard, piece, holder, copy in _pieces(match, _tile(match), dst.rank, ranks)
+    )
+
+
+def _prepare(
+    dst: RankLayout, srcs: Sequence[RankLayout]
+) -> tuple[list[tuple[list[_Match], tuple[tuple[_Piece, ...], ...]]], frozenset[int]]:
+    """D's layers that look alike, with the tiling of the first of each; and the P ranks to read."""
     holders = _holders_by_name(srcs)
     alike: dict[tuple[object, ...], list[_Match]] = defaultdict(list)
     for layer in dst.layers:
         match = _match(layer, holders)
         alike[_look(match)].append(match)
-    tilings = [_tile(matches[0]) for matches in alike.values()]
-    ranks = _choose_ranks(dst.rank, (piece.ranks for tiling in tilings for pieces in tiling for piece in pieces))
-    return Plan(
-        dst.rank,
-        tuple(
-            copies
-            for matches, tiling in zip(alike.values(), tilings, strict=True)
-            for copies in _plan_alike(matches, tiling, dst.rank, ranks)
-        ),
-    )
+    tiled = [(matches, _tile(matches[0])) for matches in alike.values()]
+    ranks = _choose_ranks(dst.rank, (piece.ranks for _, tiling in tiled for pieces in tiling for piece in pieces))
+    return tiled, ranks
 
 
 def _holders_by_name(srcs: Sequence[RankLayout]) -> dict[str, list[_Holder]]:
@@ -229,20 +275,14 @@ def _plan_alike(
 
     ``tiling`` is the first layer's. Of replicas on several of ``ranks``, number ``turn`` (modulo) is read.
     """
-    layer, held, sources = matches[0].layer, matches[0].held, matches[0].sources
+    layer, sources = matches[0].layer, matches[0].sources
     runs: dict[_Source, list[Run]] = defaultdict(list)
     kinds: dict[_Source, dict[StateKind, int]] = defaultdict(lambda: defaultdict(int))
     periods: dict[_Source, tuple[int, int]] = {}
-    for shard, holders, pieces in zip(layer.shards, held, tiling, strict=True):
-        period = _period(shard, holders)
-        for piece in pieces:
-            read = [holder for holder in piece.replicas if holder.source.rank in ranks]
-            holder = read[turn % len(read)]
-            src_box, dst_box = _local(holder.shard, piece.box, piece.src_page), _local(shard, piece.box, piece.dst_page)
-            copy = lower(holder.shard, src_box, shard, dst_box)
-            runs[holder.source].extend(expand(copy, piece.src_page, piece.dst_page))
-            kinds[holder.source][shard.tensor.kind] += piece.box.volume * shard.tensor.item_bytes
-            periods[holder.source] = period
+    for shard, piece, holder, copy in _pieces(matches[0], tiling, turn, ranks):
+        runs[holder.source].extend(expand(copy, piece.src_page, piece.dst_page))
+        kinds[holder.source][shard.tensor.kind] += piece.box.volume * shard.tensor.item_bytes
+        periods[holder.source] = _period(shard, piece.replicas)
     for number, source in enumerate(sources):
         if source in runs:
             yield PageCopies(
@@ -254,6 +294,18 @@ def _plan_alike(
                 tuple(sorted(kinds[source].items())),
                 tuple(_pair(match.sources[number].layer, match.layer) for match in matches),
             )
+
+
+def _pieces(
+    match: _Match, tiling: Sequence[Sequence[_Piece]], turn: int, ranks: frozenset[int]
+) -> Iterator[tuple[Shard, _Piece, _Holder, Copy]]:
+    """For each part of a D layer's period: the shard it belongs to, who is read, and the copy between the pages."""
+    for shard, pieces in zip(match.layer.shards, tiling, strict=True):
+        for piece in pieces:
+            read = [holder for holder in piece.replicas if holder.source.rank in ranks]
+            holder = read[turn % len(read)]
+            src_box, dst_box = _local(holder.shard, piece.box, piece.src_page), _local(shard, piece.box, piece.dst_page)
+            yield shard, piece, holder, lower(holder.shard, src_box, shard, dst_box)
 
 
 def _pair(src: Layer, dst: Layer) -> LayerPair:

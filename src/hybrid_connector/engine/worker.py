@@ -187,6 +187,8 @@ class Worker:
             "transport": self._transport.kind if self._transport is not None else "",
             "kind_bytes": dict(record.kind_bytes),
             "num_descriptors": record.num_descriptors,
+            "src_block_ids": order.src_block_ids,
+            "dst_block_ids": order.dst_block_ids,
             "post_s": record.post_s,
             "transfer_s": record.transfer_s,
         }

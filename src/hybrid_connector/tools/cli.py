@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
-from hybrid_connector.tools import demo, size
+from hybrid_connector.tools import demo, explain, plan, size
 from hybrid_connector.tools.servers import ServerError
 
 
@@ -20,6 +20,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
     demo.add_parser(subcommands)
+    plan.add_parser(subcommands)
+    explain.add_parser(subcommands)
     size.add_parser(subcommands)
     return parser
 

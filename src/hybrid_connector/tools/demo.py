@@ -119,7 +119,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--model: expected a directory with a config.json, got {model}")
     work_dir = args.work_dir or Path(tempfile.mkdtemp(prefix="hybrid-connector-demo."))
     shutil.rmtree(work_dir / "captures", ignore_errors=True)
-    model = model or make_tiny_model(work_dir / "model")
+    if model is None:
+        from hybrid_connector.tools.tiny_model import make_tiny_model  # torch, which other subcommands do without
+
+        model = make_tiny_model(work_dir / "model")
     console.print(f"Model {model}; logs in {work_dir / 'logs'}")
     with Servers(work_dir / "logs", device=args.device) as servers:
         for spec in _specs(args, model, work_dir / "captures"):

@@ -22,7 +22,8 @@ LATENT_ALIGNMENT_TOKENS = 128
 class Backend:
     """An attention backend: its kernels take pages of ``multiple_of`` tokens and multiples, or of ``exactly`` these.
 
-    ``default_tokens``: the block where nobody chose one and these kernels can split it.
+    ``default_tokens``: the block where nobody chose one and these kernels can split it. ``overrules``: vLLM takes that
+    whatever was chosen.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Backend:
     exactly: tuple[int, ...] = ()
     is_latent: bool = False
     default_tokens: int = 16
+    overrules: bool = False
 
     @property
     def smallest(self) -> int:
@@ -59,7 +61,7 @@ BACKENDS: Mapping[str, Backend] = {
         Backend("FLASHINFER_MLA", "cuda", exactly=(32, 64), is_latent=True),
         Backend("CUTLASS_MLA", "cuda", exactly=(128,), is_latent=True),
         Backend("CPU_ATTN", "cpu", multiple_of=32, default_tokens=128),
-        Backend("CPU_MLA", "cpu", exactly=(16,), is_latent=True),
+        Backend("CPU_MLA", "cpu", exactly=(16,), is_latent=True, overrules=True),
         Backend("AMX_MLA", "cpu", multiple_of=32, is_latent=True, default_tokens=128),
     )
 }
@@ -73,6 +75,8 @@ def choose_block(backend: Backend, wanted: int | None, *, token_bytes: int, stat
     ``state_bytes``: of one recurrent layer's state on the rank, the largest of them; 0 where there is none.
     Raises ``UnsupportedError`` where the backend cannot split the block.
     """
+    if backend.overrules:
+        wanted = None
     block = backend.default_tokens if wanted is None else wanted
     if wanted is None and not backend.can_split(block):
         block = backend.smallest
