@@ -39,6 +39,7 @@ from hybrid_connector.wire.messages import (
     decode_request,
     encode,
 )
+from hybrid_connector.wire.side_channel import Address, SideChannelClient, SideChannelServer
 from test_loads import HYBRID, PAGE_TOKENS, World
 
 from fakes import Call, Clock, ScriptedCaller
@@ -244,6 +245,21 @@ def asks(engines: Engines, number: int = 0, **changes: object) -> Verify:
     asked = Verify("remote-r", "token", "holder", number, read.src_rank, read.src)
     fields = {name: getattr(asked, name) for name in asked.__struct_fields__}
     return Verify(**(fields | changes))
+
+
+def test_over_the_real_side_channel() -> None:
+    engines = Engines()
+    read = engines.load()[0].digests[0]
+    with (
+        SideChannelServer("127.0.0.1", 0, engines.producer.answer, incarnation="first", security=None) as server,
+        SideChannelClient(security=None) as client,
+    ):
+        asked = Verify("remote-r", "token", "holder", 0, 0, read.src)
+        address = Address("127.0.0.1", server.port)
+        assert client.call(address, asked, 20.0).result(20.0) == NOT_READY
+        engines.step_prefill()
+        answer = client.call(address, asked, 20.0).result(20.0)
+    assert answer == Verified("remote-r", 0, read.digest, incarnation="first")
 
 
 NOT_READY = Refused(
