@@ -17,6 +17,8 @@ from hybrid_connector.tools.completions import Answer, complete
 from hybrid_connector.tools.servers import ServerDiedError, Servers, ServerSpec, free_ports
 from hybrid_connector.tools.tiny_model import Kind, TinyModel, make_tiny_model
 
+from read_faults import DIR_VARIABLE
+
 MODEL_NAME = "tiny"
 TEXT = "State is what a model remembers: keys and values, a window of inputs, a matrix that decays and is written to. "
 
@@ -119,11 +121,12 @@ class Fleet:
         env: Mapping[str, str] | None = None,
         transfer: Mapping[str, Any] | None = None,
         ports: tuple[int, int] | None = None,
+        faults: Path | None = None,
     ) -> ServerSpec:
         """How an engine is started; every engine with a role captures what it transfers.
 
         ``config``: of the connector; ``transfer``: other keys of ``kv_transfer_config``; ``ports``: of the API and of
-        the side channel.
+        the side channel; ``faults``: a folder in which ``faulty_connector`` looks for what is to go wrong.
         """
         port, side_port = ports or free_ports(2)
         arguments = ["--model", str(self.model(model)), "--served-model-name", MODEL_NAME, "--max-model-len", "4096"]
@@ -140,6 +143,9 @@ class Fleet:
                 "kv_connector_extra_config": extra,
                 **(transfer or {}),
             }
+            if faults is not None:
+                whole |= {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
+                environment[DIR_VARIABLE] = str(faults)
             if as_child:
                 whole = {
                     "kv_connector": "MultiConnector",

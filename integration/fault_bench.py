@@ -35,7 +35,7 @@ from hybrid_connector.tools.demo import MAX_TIE_NATS
 from hybrid_connector.tools.servers import ServerDiedError, free_ports
 
 from engines import MODEL_NAME, Engine, Fleet
-from read_faults import DIR_VARIABLE, WALL_CLOCK, WITHOUT_VARIABLE, ReadFault
+from read_faults import WALL_CLOCK, WITHOUT_VARIABLE, ReadFault
 
 LEASE_S = 6.0
 """Of the rows that wait for its end; rows that do not have ``PATIENT_LEASE_S``, which a stalled machine outlives."""
@@ -383,6 +383,14 @@ def clock_jumps(pair: Pair) -> None:
             answers.result()
 
 
+def flipped_bytes(pair: Pair) -> None:
+    for prompt in pair.prompts(5):
+        params = pair.p.prefill(prompt)
+        pair.inject(ReadFault(flip=True))
+        pair.ask(prompt, params)
+    pair.serve()
+
+
 def many_wait(pair: Pair) -> None:
     """128 requests hold their leases of 2 s in D's queue, which takes four at a time."""
     prefills = threading.Semaphore(2)  # so that no lease runs out before D has even heard of it
@@ -515,6 +523,15 @@ FAULTS = (
         p={"config": {"lease_s": 2}, "args": ("--num-gpu-blocks-override", "700")},
         d={"args": ("--max-num-seqs", "4")},
     ),
+    Fault(
+        "a byte flipped in flight, verify all",
+        flipped_bytes,
+        5,
+        2,
+        5,
+        "digests are compared",
+        d={"config": {"verify": "all"}},
+    ),
     Fault("prefix cache reset, engine paused", cache_reset_and_pause, 5, 7, 0, "blocks stay while leased"),
 )
 
@@ -523,21 +540,19 @@ def run(fault: Fault, fleet: Fleet, reference: Engine, *, without: bool) -> Outc
     """One row, on engines of its own."""
     faults = Path(tempfile.mkdtemp(dir=fleet.directory))
     env = {
-        DIR_VARIABLE: str(faults),
         WITHOUT_VARIABLE: fault.guard if without else "",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache and /pause
     }
     options = {}
     for name, role in (("P", "kv_producer"), ("D", "kv_consumer")):
         wanted = dict(fault.p if name == "P" else fault.d)
-        connector = {"kv_connector": "FaultyConnector", "kv_connector_module_path": "faulty_connector"}
         options[name] = {
             "role": role,
             "env": env,
             "ports": free_ports(2),
             **wanted,
             "config": {"capture_dir": None, "lease_s": PATIENT_LEASE_S, **wanted.get("config", {})},
-            "transfer": {**connector, **wanted.get("transfer", {})},
+            "faults": faults,
             "args": ("--num-gpu-blocks-override", str(NUM_BLOCKS), *wanted.get("args", ())),
         }
     pair = Pair(fleet, reference, options, faults)

@@ -16,7 +16,7 @@ import numpy as np
 
 from hybrid_connector.connector import HybridNixlConnector
 from hybrid_connector.core import leases
-from hybrid_connector.engine import consumer, loads, producer, scheduler
+from hybrid_connector.engine import consumer, loads, producer, scheduler, verification
 from hybrid_connector.transport.base import Region, Transfer, TransferState
 from hybrid_connector.transport.binding import BoundCopies
 
@@ -242,6 +242,18 @@ def _releases_are_waited_for() -> None:
     consumer.Consumer.release = release_and_wait
 
 
+def _any_digest_will_do() -> None:
+    agrees = verification.Verifications._agrees
+
+    def agrees_always(self, reference, question, answer):
+        try:
+            return agrees(self, reference, question, answer)
+        except verification._FailedError:
+            return True
+
+    verification.Verifications._agrees = agrees_always
+
+
 _set_time = time.time
 
 
@@ -263,6 +275,7 @@ GUARDS: dict[str, Callable[[], None]] = {
     "promises run on a monotonic clock": _wall_clock,
     "a restart is noticed": _manifests_are_kept,
     "ends of aborted loads are reported": _aborted_loads_are_forgotten,
+    "digests are compared": _any_digest_will_do,
     "blocks stay while leased": _leased_blocks_go_back_at_once,
     "grants have a deadline": _grants_may_take_for_ever,
     "what was not answered is asked again": _what_was_not_answered_is_not_asked_again,
