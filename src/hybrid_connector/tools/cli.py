@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
-from hybrid_connector.tools import demo
+from hybrid_connector.tools import demo, recipe
 from hybrid_connector.tools.servers import ServerError
 
 
@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
     demo.add_parser(subcommands)
+    recipe.add_parser(subcommands)
     return parser
 
 
