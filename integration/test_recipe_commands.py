@@ -1,5 +1,6 @@
-"""Do vLLM's and the router's own argument parsers take every command of every recipe?"""
+"""Do vLLM's and the router's own argument parsers take every command of every recipe, page and compose file?"""
 
+import re
 import shlex
 import warnings
 from pathlib import Path
@@ -21,7 +22,7 @@ with warnings.catch_warnings():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 RECIPES = recipes()
 
 
@@ -82,10 +83,27 @@ def test_the_parser_refuses_a_misspelt_option(serve_parser, capsys):
     assert "--stream-intervall" in capsys.readouterr().err
 
 
-def test_the_readme_s_commands_parse(serve_parser):
-    """The lines under "Use it in a vLLM image" parse too."""
-    lines = [shlex.split(line) for line in README.read_text().splitlines() if line.startswith("vllm serve ")]
-    assert lines
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_vllm_parses_every_command_of_the_documentation(page, serve_parser):
+    lines = page.read_text().replace("\\\n", " ").splitlines()
     for line in lines:
-        args = serve_parser.parse_args(line[2:])
-        assert args.kv_transfer_config.kv_connector == "HybridNixlConnector"
+        if re.match(r"\s*(?:\w+=\S+\s+)*vllm serve ", line):
+            words = shlex.split(line)
+            args = serve_parser.parse_args(words[words.index("serve") + 1 :])
+            assert args.kv_transfer_config.kv_connector == "HybridNixlConnector", line
+
+
+def test_the_documentation_has_commands():
+    assert all("vllm serve " in (ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+
+
+def test_the_compose_file_s_commands_parse(serve_parser):
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    for role in ROLES:
+        args = serve_parser.parse_args(services[role]["command"])
+        decode_config(args.kv_transfer_config.kv_connector_extra_config)
+    router = parse_router_args(services["router"]["command"])
+    assert (len(router.prefill_urls), len(router.decode_urls)) == (1, 1)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_connector.core.errors import ConfigError
@@ -290,6 +290,7 @@ documents = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(documents)
 def test_yaml_says_what_it_was_given(document):
     assert yaml.safe_load(to_yaml(document)) == document
