@@ -12,7 +12,7 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend cpu)
 # Byte code pays: every vLLM process imports thousands of modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test lint unit integration sweep lock clean
+.PHONY: help env demo test lint unit docs integration sweep faults lock clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -29,12 +29,13 @@ $(VENV)/.ready: $(LOCK) pyproject.toml
 demo: env        ## prefill, decode and router on the CPU with a tiny hybrid model; ARGS="--prefill-tp 2" and the like
 	$(BIN)/hybrid-connector demo $(ARGS)
 
-test: lint unit integration   ## everything that needs no GPU
+test: lint unit docs integration   ## everything that needs no GPU
 
 lint: env        ## ruff and mypy --strict
-	$(BIN)/ruff check src tests integration
-	$(BIN)/ruff format --check src tests integration
+	$(BIN)/ruff check src tests integration docs
+	$(BIN)/ruff format --check src tests integration docs
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu docker/Dockerfile.router
 
 unit: env        ## tests/: no vLLM, no NIXL, under a minute
 	$(BIN)/python -m pytest tests -q
@@ -42,11 +43,18 @@ unit: env        ## tests/: no vLLM, no NIXL, under a minute
 integration: env ## integration/: real NIXL, real vLLM engines, the real router
 	$(BIN)/python -m pytest integration -q
 
+docs: env        ## the documentation into build/site; any warning fails
+	$(BIN)/python docs/site/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+
+faults: env      ## faults on real engines: what becomes of requests; ARGS=--without-guards shows that the bench can tell
+	$(BIN)/python integration/fault_bench.py $(ARGS)
+
 sweep: env       ## every family and geometry against a byte oracle, and the in-tree connector's arithmetic beside it
 	$(BIN)/python -m hybrid_connector.tools.sweep_geometry
 
 lock: env        ## resolve the locked versions anew
-	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python-version 3.11 --extra cpu --extra test \
+	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python-version 3.11 --extra cpu --extra test --extra docs \
 	  pyproject.toml --output-file $(LOCK) <(echo setuptools; echo uv==$(UV_VERSION))
 
 clean:           ## remove the environment
