@@ -45,7 +45,7 @@ class Metric:
 METRICS = (
     Metric("loads", "loads", "counter", "Loads that ended well, one per rank and request."),
     Metric("failed_loads", "failed_loads", "counter", "Loads that failed, one per rank and request."),
-    Metric("verified_loads", "verified_loads", "counter", "Loads whose digest agreed with P's, one per rank and request."),
+    Metric("verified_loads", "verified_loads", "counter", "Loads whose digest equals P's, one per rank and request."),
     Metric(
         "failed_verifications",
         "failed_verifications",
