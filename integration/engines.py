@@ -175,9 +175,13 @@ class Fleet:
         del self._engines[engine.name]
         self._servers.kill(engine.name)
 
+    def pids(self, engine: Engine) -> tuple[int, ...]:
+        """All processes of an engine."""
+        return self._servers.pids(engine.name)
+
     def signal(self, engine: Engine, number: int) -> None:
         """Send a signal to all processes of an engine."""
-        for pid in self._servers.pids(engine.name):
+        for pid in self.pids(engine):
             os.kill(pid, number)
 
     def is_alive(self, engine: Engine) -> bool:
