@@ -46,10 +46,10 @@ class Pace:
 
     def judge(self, asker: object, now: float) -> Verdict:
         """What becomes of a question that comes now; it costs one credit, whatever becomes of it."""
-        credit = self.charge(asker, 1, now) + 1
-        if credit > 0:
+        left = self.charge(asker, 1, now)
+        if left > -1e-9:  # rounding
             return Verdict.SERVE
-        return Verdict.REFUSE if credit > -self._rate.burst else Verdict.DROP
+        return Verdict.REFUSE if left >= -self._rate.burst else Verdict.DROP
 
     def charge(self, asker: object, cost: float, now: float) -> float:
         """Take ``cost`` from the asker's bucket; returns what is left. The debt is at most twice the burst."""
