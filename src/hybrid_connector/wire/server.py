@@ -54,7 +54,7 @@ from hybrid_connector.wire.sockets import (
 
 _RECEIVE_QUEUE = 32  # requests of at most 64 KiB kept per client; more wait in the client, nothing is lost
 _HANDSHAKE_MS = 5_000  # for a stranger to show that it is none
-_SWEEP_MS = 200
+_SWEEP_MS = 100
 
 logger = logging.getLogger(__name__)
 
