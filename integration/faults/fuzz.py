@@ -245,10 +245,14 @@ def _send_endless(server: "_Server") -> None:
 @contextmanager
 def _raw_peer(server: "_Server") -> Iterator[socket.socket]:
     """The connection of a DEALER without security; that the server ends it is no error."""
-    ready = b"\5READY\x0bSocket-Type\0\0\0\6DEALER"
-    with socket.create_connection(server.address, timeout=1.0) as raw, suppress(OSError):
-        raw.sendall(GREETING % b"NULL".ljust(20, b"\0") + b"\4" + bytes([len(ready)]) + ready)
-        yield raw
+    ready, heard = b"\5READY\x0bSocket-Type\0\0\0\6DEALER", b""
+    with socket.create_connection(server.address, timeout=1.0) as raw:
+        with suppress(OSError):
+            raw.sendall(GREETING % b"NULL".ljust(20, b"\0") + b"\4" + bytes([len(ready)]) + ready)
+            while b"ROUTER" not in heard and (data := raw.recv(4096)):  # what is sent sooner ends the connection
+                heard += data
+        with suppress(OSError):
+            yield raw
 
 
 # Messages.
