@@ -67,8 +67,14 @@ ON_D = {"acquire", "renew", "begin", "land", "learn", "give_up", "stop_d"}
 BETWEEN = {"wait", "serve", "hear", "lose"}
 
 
-def search(world_class: type[World] = World) -> list[Exploration]:
-    return [explore(world_class(*requests), path, depth) for requests, path, depth in SEARCHES]
+def search(world_class: type[World] = World, max_depth: int = 4) -> list[Exploration]:
+    return [explore(world_class(*requests), path, min(depth, max_depth)) for requests, path, depth in SEARCHES]
+
+
+def search_deeper_and_deeper(world_class: type[World]) -> None:
+    """What is broken shows soon, as a rule."""
+    for max_depth in range(1, 5):
+        search(world_class, max_depth)
 
 
 def test_every_short_history_keeps_the_invariants() -> None:
@@ -208,4 +214,4 @@ def with_table(table_class_: type[LeaseTable]) -> type[World]:
 )
 def test_a_broken_rule_is_found(world_class: type[World], invariant: str) -> None:
     with pytest.raises(AssertionError, match=invariant):
-        search(world_class)
+        search_deeper_and_deeper(world_class)

@@ -59,6 +59,7 @@ class Connections:
             except zmq.Again:
                 return
             if event == zmq.EVENT_ACCEPTED:
+                self._forget(fd)
                 self._silent[fd] = 0
                 if len(self._silent) > self._max_connections // 2:
                     self._cut(next(iter(self._silent)))
