@@ -23,14 +23,14 @@ def fuzz() -> ModuleType:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and sends from several loopback addresses")
-def test_five_thousand_frames_of_every_kind(fuzz: ModuleType) -> None:
-    report = fuzz.run(5_000)
+def test_three_thousand_frames_of_every_kind(fuzz: ModuleType) -> None:
+    report = fuzz.run(3_000)
     assert report.problems == []
-    assert report.num_frames >= 5_000
+    assert report.num_frames >= 3_000
     assert set(report.kinds) == {"random", "mutated", "truncated", "oversized", "replayed", "stranger", "flood"}
     for name in ("requests", "malformed", "ignored", "strangers", "connections_cut"):
         assert report.stats[name] > 0, name
-    assert len(report.handshakes_s) >= 8
+    assert len(report.handshakes_s) >= 8  # one after each part of each attack at least
     assert report.stranger_bytes == 0
     assert report.row().endswith("| all well")
 

@@ -51,8 +51,16 @@ PREEMPTED: tuple[Op, ...] = (
 )
 """A request that loses its block while a step that writes it is in flight, and gets one again."""
 
-RENEWED: tuple[Op, ...] = (*SMOOTH[:7], ("wait", ""), ("renew", "A"), ("serve", "A"), ("hear", "A"), ("wait", ""))
-"""A promise that is prolonged while its holder queues."""
+RENEWED: tuple[Op, ...] = (
+    *SMOOTH[:6],
+    ("wait", ""),
+    ("hear", "A"),
+    ("renew", "A"),
+    ("serve", "A"),
+    ("hear", "A"),
+    ("wait", ""),
+)
+"""A promise that took a while to arrive, and is prolonged while its holder queues."""
 
 SEARCHES = [
     (("r1", "r2"), LATE, 3),
