@@ -186,7 +186,7 @@ class Producer:
 
     def _order_digest(self, asked: Verify, lease: Lease) -> tuple[RefusalReason, str, float | None]:
         """Order a digest unless it is under way, and say when to ask again."""
-        num_ranks = 0 if self._manifest is None else len(self._manifest.ranks)
+        num_ranks = 0 if self._welcome is None else len(self._welcome.manifest.ranks)
         if asked.rank >= num_ranks:
             return RefusalReason.MALFORMED, f"expected a rank below {num_ranks}, got {asked.rank}", None
         digests = self._digests.setdefault(asked.request_id, {})
