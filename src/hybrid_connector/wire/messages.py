@@ -44,7 +44,7 @@ class RefusalReason(StrEnum):
     WITHDRAWN = "withdrawn"  # P's cache was reset
     UNSUPPORTED_PROTOCOL = "unsupported_protocol"  # P and D speak different versions
     MALFORMED = "malformed"  # what came is no message of this protocol
-    OVERLOADED = "overloaded"  # P cannot answer now, as while it starts; retry
+    OVERLOADED = "overloaded"  # P cannot answer now: it starts, or was asked too often; retry
     OTHER = "other"  # P failed to answer, or gave a reason newer than this version; the detail says which
 
     @classmethod
