@@ -165,6 +165,10 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._in_scheduler.take_reports(connector_output)
 
+    def reset_cache(self) -> bool | None:
+        self._in_scheduler.reset_cache()
+        return True
+
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._in_scheduler.finish(request, (block_ids,))
 

@@ -384,6 +384,14 @@ class Scheduler:
             return self._step
         return -1
 
+    def reset_cache(self) -> None:
+        """The engine's cache is reset, perhaps for other weights: what it computed before is granted to nobody now.
+
+        Blocks that nobody holds go back with the next step, the others when their holder lets go of them; until then
+        vLLM finds blocks in use, and its own reset has to be repeated.
+        """
+        self._producer.withdraw_all()
+
     def close(self) -> None:
         """Stop serving and asking; leases end with the engine."""
         if self._server is not None:
