@@ -217,7 +217,7 @@ class Fleet:
 
     def captured(self, params: Mapping[str, Any]) -> Captured:
         """What both sides captured of one transfer."""
-        found = [c for c in read_captures(self.captures) if c.request_id == params["remote_request_id"]]
+        found = read_captures(self.captures, params["remote_request_id"])
         assert found, f"{params['remote_request_id']} was not captured on both sides"
         return found[0]
 
