@@ -1,4 +1,4 @@
-"""Does a server in its own process survive rubbish? The short form of `integration/faults/fuzz.py`."""
+"""Does a server in its own process survive rubbish? The short form of `integration/fuzz.py`."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-FUZZ = Path(__file__).parent.parent / "integration" / "faults" / "fuzz.py"
+FUZZ = Path(__file__).parent.parent / "integration" / "fuzz.py"
 
 
 @pytest.fixture(scope="module")

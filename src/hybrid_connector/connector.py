@@ -210,4 +210,4 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return ReportMetadata(self._in_worker.take_report())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._worker.take_stats() if self._worker is not None else None
+        return self._scheduler.take_stats() if self._scheduler is not None else None

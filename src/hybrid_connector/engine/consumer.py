@@ -15,7 +15,7 @@ import random
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from hybrid_connector.core.errors import HybridConnectorError, IncompatibleError
 from hybrid_connector.core.leases import Hold
 from hybrid_connector.core.planning import plan_engine
 from hybrid_connector.engine.config import ConnectorConfig
+from hybrid_connector.engine.published import Failure
 from hybrid_connector.wire.manifest import EngineManifest, refuse_difference
 from hybrid_connector.wire.messages import (
     PROTOCOL_VERSION,
@@ -60,6 +61,9 @@ REMEMBER_SILENCE_S = 60.0
 
 CLOSE_WAIT_S = 1.0
 """How long ``close`` waits for answers to its releases: one that is not sent costs P the lease's whole time."""
+
+MAX_TIMES = 4096
+"""Latencies kept until somebody takes them: where nobody does, the oldest go."""
 
 _MAX_CHARS = {"remote_engine_id": 512, "remote_request_id": 512, "remote_lease_token": 128, "remote_host": 255}
 """What the messages, and the side channel, can hold."""
@@ -127,9 +131,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The blocks may not be read, and why."""
+    """The blocks may not be read, and why; ``kind`` is the reason as metrics count it."""
 
     reason: str
+    kind: Failure = field(default=Failure.NO_GRANT, compare=False)
 
 
 Status = Pending | Held | Lost
@@ -161,6 +166,7 @@ class _Wanted:
     """
 
     remote: RemoteRequest
+    wanted_at: float
     deadline: float
     hellos_before: int
     holder: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -194,6 +200,7 @@ class Consumer:
         self._answered = threading.Event()
         self._due = threading.Event()
         self._ticker: threading.Thread | None = None
+        self._times: deque[tuple[str, float]] = deque(maxlen=MAX_TIMES)
         self.counts: Counter[str] = Counter()
 
     def publish(self, manifest: EngineManifest) -> None:
@@ -222,7 +229,7 @@ class Consumer:
         with self._lock:
             peer = self._peers.setdefault(remote.address, _Peer())
             now = self._clock()
-            wanted = _Wanted(remote, now + self._config.acquire_timeout_s, peer.num_hellos)
+            wanted = _Wanted(remote, now, now + self._config.acquire_timeout_s, peer.num_hellos)
             self._wanted[request_id] = wanted
             if remote.engine_id != peer.engine_id and peer.breaker.is_open:
                 peer.breaker = Breaker()  # whoever wrote the request has heard from an engine that started since
@@ -246,6 +253,19 @@ class Consumer:
         """As whom P knows this engine for a request that was not released yet."""
         with self._lock:
             return self._wanted[request_id].holder
+
+    def margin_s(self, request_id: str) -> float | None:
+        """Seconds for which the request's grant still holds; ``None`` without one."""
+        with self._lock:
+            wanted = self._wanted.get(request_id)
+            return None if wanted is None or wanted.hold is None else wanted.hold.expires_at - self._clock()
+
+    def take_times(self) -> list[tuple[str, float]]:
+        """Latencies since the last call, in seconds: ``acquire_s`` and ``handshake_s``."""
+        with self._lock:
+            times = list(self._times)
+            self._times.clear()
+        return times
 
     def wait_answer(self, timeout_s: float) -> None:
         """Let the threads that answer run, until one has or the time is over.
@@ -326,7 +346,7 @@ class Consumer:
         if peer.manifest is not None:
             self._ask_grant(request_id, wanted, peer, peer.manifest)
         elif self._clock() < peer.refused_until:
-            self._lose(wanted, peer.problem)
+            self._lose(wanted, peer.problem, Failure.INCOMPATIBLE)
         elif peer.asking or peer.breaker.may_ask(self._clock()):
             self._handshake(wanted.remote.address, peer)
         else:
@@ -359,7 +379,7 @@ class Consumer:
     def _shake_again_or_lose(self, wanted: _Wanted, peer: _Peer, reason: str) -> None:
         """What P said does not fit the manifest: P may have restarted, so ask for a new one, once per request."""
         if peer.num_hellos > wanted.hellos_before:
-            self._lose(wanted, reason)
+            self._lose(wanted, reason, Failure.RESTARTED)
         else:
             self._handshake(wanted.remote.address, peer)
 
@@ -411,6 +431,8 @@ class Consumer:
                 self.counts["handshakes_failed"] += 1
                 # A dead peer is asked all the time.
                 logger.log(logging.DEBUG if problem == peer.problem else logging.WARNING, "%s", problem)
+            if manifest is not None:
+                self._times.append(("handshake_s", self._clock() - asked_at))
             peer.asking, peer.manifest, peer.problem = False, manifest, problem
             self._note_answer(address, asked_at, silence)
             if silence is not None:
@@ -476,13 +498,16 @@ class Consumer:
                 wanted.hold = hold
                 wanted.status = Held(manifest, reply.block_ids, reply.num_tokens)
                 self.counts["grants"] += 1
+                self._times.append(("acquire_s", now - wanted.wanted_at))
             elif isinstance(reply, Refused) and reply.retry_after_s is not None:
                 wanted.retry_at, wanted.problem = now + reply.retry_after_s, f"{reply.reason}: {reply.detail}"
             elif isinstance(reply, Refused):
                 self.counts[f"refused_{reply.reason}"] += 1
-                self._lose(wanted, f"lease refused by engine {manifest.engine_id}: {reply.reason}: {reply.detail}")
+                reason = f"lease refused by engine {manifest.engine_id}: {reply.reason}: {reply.detail}"
+                self._lose(wanted, reason, Failure.REFUSED)
             else:
-                self._lose(wanted, f"engine {manifest.engine_id} answered Acquire with {type(reply).__name__}")
+                reason = f"engine {manifest.engine_id} answered Acquire with {type(reply).__name__}"
+                self._lose(wanted, reason, Failure.REFUSED)
 
     def _renew(self, request_id: str, wanted: _Wanted, promise_s: float) -> None:
         asked_at = self._clock()
@@ -507,24 +532,26 @@ class Consumer:
                 return
             reply = done.result()
             if reply.incarnation != wanted.status.manifest.incarnation:
-                self._lose(wanted, f"engine {engine_id} restarted while its lease was held")
+                self._lose(wanted, f"engine {engine_id} restarted while its lease was held", Failure.RESTARTED)
             elif isinstance(reply, Renewed):
                 wanted.hold = Hold.since(asked_at, reply.promise_s)
                 self.counts["renewals"] += 1
             elif isinstance(reply, Refused) and reply.retry_after_s is not None:
                 wanted.retry_at = self._clock() + reply.retry_after_s
             elif isinstance(reply, Refused):
-                self._lose(wanted, f"lease not renewed by engine {engine_id}: {reply.reason}: {reply.detail}")
+                reason = f"lease not renewed by engine {engine_id}: {reply.reason}: {reply.detail}"
+                self._lose(wanted, reason, Failure.LEASE_LOST)
             else:
-                self._lose(wanted, f"engine {engine_id} answered Renew with {type(reply).__name__}")
+                self._lose(wanted, f"engine {engine_id} answered Renew with {type(reply).__name__}", Failure.LEASE_LOST)
 
     def _check_hold(self, wanted: _Wanted) -> None:
         if isinstance(wanted.status, Held) and wanted.hold is not None and not wanted.hold.is_valid(self._clock()):
-            self._lose(wanted, f"the lease ran out: P promised {wanted.hold.promise_s:g} s and was not reached since")
+            reason = f"the lease ran out: P promised {wanted.hold.promise_s:g} s and was not reached since"
+            self._lose(wanted, reason, Failure.LEASE_LOST)
 
-    def _lose(self, wanted: _Wanted, reason: str) -> None:
+    def _lose(self, wanted: _Wanted, reason: str, kind: Failure = Failure.NO_GRANT) -> None:
         self.counts["grants_lost" if isinstance(wanted.status, Held) else "acquires_failed"] += 1
-        wanted.status = Lost(reason)
+        wanted.status = Lost(reason, kind)
         wanted.hold = None
 
     def _on_released(self, address: Address, asked_at: float, done: "Future[Reply]") -> None:

@@ -6,7 +6,7 @@
 3. Meanwhile honest clients, a new one each time, shake hands. The slowest counts.
 4. Every server's memory is read after a tenth of its frames, one message that does not end among them, and at the end.
 
-`python integration/faults/fuzz.py` prints a row and exits 1 if anything of that went wrong.
+`python integration/fuzz.py` prints a row and exits 1 if anything of that went wrong.
 """
 
 import argparse
