@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
-from hybrid_connector.tools import demo, explain, plan
+from hybrid_connector.tools import demo, explain, plan, size
 from hybrid_connector.tools.servers import ServerError
 
 
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_parser(subcommands)
     plan.add_parser(subcommands)
     explain.add_parser(subcommands)
+    size.add_parser(subcommands)
     return parser
 
 
