@@ -1,5 +1,8 @@
 """Real engines for the tests, started once per session and only when a test asks for them."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from engines import Engine, Fleet
@@ -13,8 +16,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory):
-    with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
-        yield fleet
+    with pytest.MonkeyPatch.context() as patch:
+        # So that engines find the connectors of the tests' own.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        with Fleet(tmp_path_factory.mktemp("fleet")) as fleet:
+            yield fleet
 
 
 @pytest.fixture(scope="session")

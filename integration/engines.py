@@ -102,12 +102,16 @@ class Fleet:
         role: str | None = None,
         tp: int = 1,
         policy: str = "fail",
+        stand_in: str | None = None,
         config: Mapping[str, Any] | None = None,
         as_child: bool = False,
         args: tuple[str, ...] = (),
         env: Mapping[str, str] | None = None,
     ) -> ServerSpec:
-        """How an engine is started; every engine with a role captures what it transfers."""
+        """How an engine is started; every engine with a role captures what it transfers.
+
+        ``stand_in``: module and class, separated by a colon, of a connector to load instead of the product's.
+        """
         port, side_port = free_ports(2)
         arguments = ["--model", str(self.model(model)), "--served-model-name", MODEL_NAME, "--max-model-len", "4096"]
         arguments += ["--tensor-parallel-size", str(tp), *args]
@@ -123,6 +127,9 @@ class Fleet:
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": extra,
             }
+            if stand_in is not None:
+                module, class_name = stand_in.split(":")
+                transfer |= {"kv_connector": class_name, "kv_connector_module_path": module}
             if as_child:
                 transfer = {
                     "kv_connector": "MultiConnector",

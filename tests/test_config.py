@@ -17,6 +17,7 @@ def test_defaults() -> None:
     assert config == ConnectorConfig()
     assert (config.lease_s, config.handshake_timeout_s, config.acquire_timeout_s) == (30.0, 5.0, 20.0)
     assert (config.allow_insecure_side_channel, config.model_id, config.capture_dir) == (False, "", None)
+    assert config.verify == "off"
 
 
 def test_every_option_can_be_set() -> None:
@@ -26,6 +27,7 @@ def test_every_option_can_be_set() -> None:
         "acquire_timeout_s": 86400,
         "allow_insecure_side_channel": True,
         "model_id": "revision 7",
+        "verify": "sample",
         "capture_dir": "somewhere",
     }
     config = decode_config(extra)
@@ -66,6 +68,8 @@ def test_an_unknown_key_lists_the_known_ones(extra: dict[str, object], keys: str
         ("allow_insecure_side_channel", 1, "Expected `bool`, got `int`"),
         ("allow_insecure_side_channel", "true", "Expected `bool`, got `str`"),
         ("model_id", 7, "Expected `str`, got `int`"),
+        ("verify", "some", "Invalid enum value 'some'"),
+        ("verify", True, "Expected `str`, got `bool`"),
         ("capture_dir", 7, "Expected `str | null`, got `int`"),
     ],
 )

@@ -131,7 +131,9 @@ def as_sent(value: Any) -> Any:
 def forged(name: str, problem: str, **changes: Any) -> Pair:
     """P's answer does not decode; ``changes`` to its manifest as it is sent."""
     tree = as_sent(published(PLAIN, "prefill-0")) | changes
-    reason = "expected a reply (welcome, granted, renewed, released, refused), got {num_bytes} bytes: " + problem
+    reason = (
+        "expected a reply (welcome, granted, renewed, verified, released, refused), got {num_bytes} bytes: " + problem
+    )
     return Pair(name, Forged(**tree), published(PLAIN, "decode-0"), reason, where="handshake with {at} failed: {at}: ")
 
 

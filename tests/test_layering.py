@@ -17,7 +17,7 @@ NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
 THIRD_PARTY: dict[str, set[str] | None] = {
     "core": set(),
     "wire": {"msgspec", "zmq"},
-    "transport": {"numpy", "torch", *NIXL},
+    "transport": {"numpy", "torch", "triton", *NIXL},
     "engine": {"msgspec", "zmq", "numpy", "torch", "vllm", "prometheus_client", *NIXL},
     "tools": ANYTHING,
     "connector.py": ANYTHING,

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hybrid_connector.core.digests import MAX_RUNS, RunList
 from hybrid_connector.core.errors import WireError
 from hybrid_connector.wire.manifest import EngineManifest
 from hybrid_connector.wire.messages import (
@@ -22,6 +23,8 @@ from hybrid_connector.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Verified,
+    Verify,
     Welcome,
     decode_reply,
     decode_request,
@@ -35,17 +38,22 @@ def golden(name: str) -> bytes:
     return bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
 
 
+RUNS = RunList(
+    2, bytes.fromhex("0010000000000000 0000010000000000"), bytes.fromhex("4000000000000000 0200000000000000")
+)
 MANIFEST = msgspec.msgpack.decode(golden("manifest"), type=EngineManifest)
 REQUESTS: dict[str, Request] = {
     "hello": Hello(1),
     "acquire": Acquire("cmpl-1", "token", "decode-0/5eed"),
     "renew": Renew("cmpl-1", "token", "decode-0/5eed"),
+    "verify": Verify("cmpl-1", "token", "decode-0/5eed", 2, 1, RUNS),
     "release": Release("cmpl-1", "token", "decode-0/5eed"),
 }
 REPLIES: dict[str, Reply] = {
     "welcome": Welcome(MANIFEST, incarnation="c0ffee"),
     "granted": Granted("cmpl-1", ((3, 4, 70000), (), (7,)), 40, 29.5, incarnation="c0ffee"),
     "renewed": Renewed("cmpl-1", 30.0, incarnation="c0ffee"),
+    "verified": Verified("cmpl-1", 2, 2**64 - 59, incarnation="c0ffee"),
     "released": Released("cmpl-1", incarnation="c0ffee"),
     "refused": Refused("cmpl-1", RefusalReason.NOT_SEALED, "a step is in flight", 0.02, incarnation="c0ffee"),
     "refused_for_good": Refused("", RefusalReason.MALFORMED, "no request", incarnation="c0ffee"),
@@ -101,6 +109,11 @@ def test_a_reason_of_a_newer_peer_is_still_a_refusal() -> None:
         ("acquire", {"token": "x" * 129}, "length <= 128"),
         ("acquire", {"token": None}, "Expected `str`, got"),
         ("acquire", {"holder": b"x"}, "Expected `str`, got `bytes`"),
+        ("verify", {"rank": -1}, ">= 0"),
+        ("verify", {"runs": None}, r"at `\$.runs`"),
+        ("verify", {"runs": {"word_bytes": 8, "offsets": bytes(8), "num_bytes": bytes(8)}}, "words of 1, 2 or 4 bytes"),
+        ("verify", {"runs": {"word_bytes": 4, "offsets": bytes(9), "num_bytes": bytes(9)}}, "offsets of 8 bytes"),
+        ("verify", {"runs": {"word_bytes": 4, "offsets": bytes(8), "num_bytes": b""}}, "1 lengths of 8 bytes"),
         ("renew", {"pad": "x" * MAX_REQUEST_BYTES}, f"at most {MAX_REQUEST_BYTES} bytes"),
     ],
 )
@@ -122,6 +135,8 @@ def test_bad_requests(name: str, change: dict[str, object], expected: str) -> No
         ("granted", {"promise_s": float("nan")}, ">= 0"),
         ("granted", {"promise_s": float("inf")}, "<= 1000000000"),
         ("renewed", {"incarnation": ""}, "length >= 1"),
+        ("verified", {"digest": -1}, ">= 0"),
+        ("verified", {"digest": 1.5}, "Expected `int`"),
         ("refused", {"detail": "x" * 2049}, "length <= 2048"),
         ("refused", {"retry_after_s": -0.1}, ">= 0"),
         ("welcome", {"incarnation": "another"}, "sends the manifest of"),
@@ -173,6 +188,12 @@ def test_mutated_messages_decode_or_raise_wire_errors() -> None:
         for decode in (decode_request, decode_reply):
             with suppress(WireError):  # anything else fails the test
                 decode(bytes(payload))
+
+
+def test_the_longest_run_list_fits_into_a_request() -> None:
+    runs = RunList(4, b"\xff" * 8 * MAX_RUNS, b"\xff" * 8 * MAX_RUNS)
+    verify = Verify("\U0001f642" * 512, "\U0001f642" * 128, "\U0001f642" * 512, 2**31 - 1, 2**31 - 1, runs)
+    assert decode_request(encode(verify)) == verify
 
 
 def test_what_cannot_be_encoded() -> None:

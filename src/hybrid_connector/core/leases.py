@@ -111,13 +111,18 @@ class LeaseTable:
 
     def renew(self, request_id: str, token: str, holder: str, now: float) -> float | LeaseRefusal:
         """Start the promise anew for the holder; returns its length in seconds."""
-        lease = self._find(request_id, token, now)
+        lease = self.find_held(request_id, token, holder, now)
         if isinstance(lease, LeaseRefusal):
             return lease
-        if lease.holder != holder:
-            return LeaseRefusal.HELD
         self._leases[request_id] = replace(lease, expires_at=now + self._lease_s)
         return self._lease_s
+
+    def find_held(self, request_id: str, token: str, holder: str, now: float) -> Lease | LeaseRefusal:
+        """The lease that ``holder`` was granted."""
+        lease = self._find(request_id, token, now)
+        if isinstance(lease, Lease) and lease.holder != holder:
+            return LeaseRefusal.HELD
+        return lease
 
     def release(self, request_id: str, token: str, holder: str, now: float) -> LeaseRefusal | None:
         """End the lease: its reader is done, or whoever knows the token does not want it."""

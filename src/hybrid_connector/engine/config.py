@@ -19,6 +19,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     allow_insecure_side_channel: serve beyond loopback without a shared secret.
     model_id: a name for the weights that P and D must agree on, instead of a fingerprint of the weight files.
     kv_cache_layout: the order of layers, blocks, heads, tokens in memory; "auto" is head before token, layers apart.
+    verify: compare P's and D's digests of the bytes of no request, of one in 16, or of all before it counts as loaded.
     capture_dir: write the transferred state of every request here, on P and on D (debugging; slow).
     """
 
@@ -28,6 +29,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     allow_insecure_side_channel: bool = False
     model_id: str = ""
     kv_cache_layout: Literal["auto", "LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"] = "auto"
+    verify: Literal["off", "sample", "all"] = "off"
     capture_dir: str | None = None
 
 

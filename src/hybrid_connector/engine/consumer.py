@@ -218,6 +218,11 @@ class Consumer:
             self._check_hold(wanted)
             return wanted.status
 
+    def holder(self, request_id: str) -> str:
+        """As whom P knows this engine for a request that was not released yet."""
+        with self._lock:
+            return self._wanted[request_id].holder
+
     def wait_answer(self, timeout_s: float) -> None:
         """Let the threads that answer run, until one has or the time is over.
 

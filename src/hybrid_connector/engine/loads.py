@@ -3,6 +3,7 @@
 1. ``start`` marks the compute stream: the blocks may still be written by work queued before.
 2. Once the mark has passed, the plan is bound to the request's blocks and one read per P rank is posted.
 3. A load ends when *all* its reads have ended, well or not; only then may its blocks be given back.
+4. Where it is to be verified, the bytes are digested before it is reported; the verdict comes with a later step.
 
 ``poll`` drives all loads and never waits.
 """
@@ -15,10 +16,11 @@ from hybrid_connector.core.blocks import RankLayout
 from hybrid_connector.core.errors import HybridConnectorError
 from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.core.planning import plan_transfer
-from hybrid_connector.engine.exchange import LoadOrder, LoadRecord
+from hybrid_connector.engine.exchange import LoadOrder, LoadRecord, ReadDigest
 from hybrid_connector.engine.ordering import ComputeStream, Mark
 from hybrid_connector.transport.base import Region, Transfer, TransferState, Transport
 from hybrid_connector.transport.binding import Binder, kind_bytes
+from hybrid_connector.transport.digest import Digester, DigestJob, HostDigester, PairedRuns, run_lists
 from hybrid_connector.wire.manifest import EngineManifest
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,13 @@ class _Load:
     mark: Mark
     started_at: float
     posted_at: float | None = None
+    ended_at: float | None = None
     reads: list[Transfer] = field(default_factory=list)
     ended: list[Transfer] = field(default_factory=list)
     kinds: dict[StateKind, int] = field(default_factory=dict)
+    runs: list[PairedRuns] = field(default_factory=list)
+    jobs: list[DigestJob] | None = None
+    digests: tuple[ReadDigest, ...] = ()
     error: str | None = None
 
 
@@ -51,6 +57,7 @@ class Loads:
     """The loads of one D rank.
 
     ``on_loaded`` is called with the order and the record of each load that ended well, before the load is reported.
+    ``digester``: of the region; by default for one in host memory.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class Loads:
         stream: ComputeStream,
         clock: Clock,
         on_loaded: Callable[[LoadOrder, LoadRecord], None] | None = None,
+        digester: Digester | None = None,
     ) -> None:
         self._layout = layout
         self._region = region
@@ -71,7 +79,8 @@ class Loads:
         self._peers: dict[tuple[str, str], _Peer] = {}
         self._unusable: dict[tuple[str, str], str] = {}
         self._loads: dict[str, _Load] = {}
-        self._failed: list[LoadRecord] = []
+        self._digester = digester or HostDigester(region)
+        self._decided: list[LoadRecord] = []
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -105,8 +114,16 @@ class Loads:
         self._loads[order.request_id] = _Load(order, self._stream.mark(), self._clock())
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Report a request as failed that never started to load here."""
-        self._failed.append(LoadRecord(request_id, self._layout.rank, error=reason))
+        """Report a request as failed that never started to load here, or that was loaded and must not count."""
+        self._decided.append(LoadRecord(request_id, self._layout.rank, error=reason))
+
+    def refute(self, request_id: str, reason: str) -> None:
+        """Report a request as failed that was loaded here, but that P did not confirm."""
+        self._decided.append(LoadRecord(request_id, self._layout.rank, error=reason, verified=False))
+
+    def accept(self, request_id: str) -> None:
+        """Report a request as loaded whose digests agree with P's."""
+        self._decided.append(LoadRecord(request_id, self._layout.rank, verified=True))
 
     def forget_peer(self, key: tuple[str, str]) -> None:
         """A P engine is gone for good. Its loads that were not posted fail; those that were run on to their end."""
@@ -125,12 +142,12 @@ class Loads:
         return running
 
     def poll(self) -> list[LoadRecord]:
-        """Post what may be posted and return the loads that have ended since the last call."""
-        records, self._failed = self._failed, []
+        """Post what may be posted and return the loads that have ended, or were decided on, since the last call."""
+        records, self._decided = self._decided, []
         for load in list(self._loads.values()):
             if load.posted_at is None and load.mark.has_passed():
                 self._post(load)
-            if load.posted_at is not None and self._has_ended(load):
+            if load.posted_at is not None and self._has_ended(load) and self._is_digested(load):
                 del self._loads[load.order.request_id]
                 records.append(self._record(load))
         return records
@@ -149,6 +166,8 @@ class Loads:
                 handle = peer.handles[copies.src_rank] = self._transport.add_peer(remote.identity)
                 region = Region(remote.region_address, remote.layout.region_bytes, remote.memory, remote.device)
                 load.reads.append(self._transport.read(handle, copies, self._region, region))
+                if order.verify:
+                    load.runs.extend(run_lists(copies, self._region, region))
         except (HybridConnectorError, ValueError) as error:
             load.error = str(error)
         load.posted_at = self._clock()
@@ -165,19 +184,42 @@ class Loads:
                 load.error = load.error or read.error or "read failed"
             load.ended.append(read)
         load.reads = running
+        if not running and load.ended_at is None:
+            load.ended_at = self._clock()
         return not running
 
+    def _is_digested(self, load: _Load) -> bool:
+        """Whether the digests are there that the load's order asks for; those of a failed load are of no use."""
+        if load.error is not None or not load.order.verify:
+            return True
+        try:
+            if load.jobs is None:
+                load.jobs = [self._digester.begin(pair.dst) for pair in load.runs]
+            digests = [job.poll() for job in load.jobs]
+        except Exception as error:  # a device may have no memory left; that costs the request, not the engine
+            load.error = f"what arrived cannot be digested: {error}"
+            return True
+        if None in digests:
+            return False
+        load.digests = tuple(
+            ReadDigest(pair.src_rank, self._layout.rank, pair.src, digest)
+            for pair, digest in zip(load.runs, digests, strict=True)
+            if digest is not None
+        )
+        return True
+
     def _record(self, load: _Load) -> LoadRecord:
-        now = self._clock()
-        posted_at = now if load.posted_at is None else load.posted_at
+        assert load.posted_at is not None
+        assert load.ended_at is not None
         record = LoadRecord(
             load.order.request_id,
             self._layout.rank,
             tuple(sorted(load.kinds.items())) if load.error is None else (),
             sum(read.num_descriptors for read in load.ended),
-            posted_at - load.started_at,
-            now - posted_at,
+            load.posted_at - load.started_at,
+            load.ended_at - load.posted_at,
             load.error,
+            load.digests,
         )
         if load.error is None and self._on_loaded is not None:
             try:

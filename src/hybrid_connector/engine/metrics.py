@@ -13,7 +13,8 @@ _MIB = 2**20
 
 @dataclass
 class HybridConnectorStats(KVConnectorStats):
-    """Sums by name: ``loads``, ``failed_loads``, ``num_descriptors``, ``post_s``, ``transfer_s``, ``bytes_<kind>``.
+    """Sums by name: ``loads``, ``failed_loads``, ``num_descriptors``, ``post_s``, ``transfer_s``, ``bytes_<kind>``,
+    ``verified_loads``, ``failed_verifications``.
 
     One load is one rank's share of one request.
     """
@@ -24,7 +25,11 @@ class HybridConnectorStats(KVConnectorStats):
         self.data = {}
 
     def record(self, load: LoadRecord) -> None:
-        """Count one rank's load."""
+        """Count one rank's load, or the verdict on one that was counted before."""
+        if load.verified is not None:
+            self._add("verified_loads" if load.verified else "failed_verifications", 1)
+            if load.verified:
+                return
         if load.error is not None:
             self._add("failed_loads", 1)
             return
@@ -47,6 +52,9 @@ class HybridConnectorStats(KVConnectorStats):
         for name, value in sorted(self.data.items()):
             if name.startswith("bytes_"):
                 line[f"MiB {name.removeprefix('bytes_')}"] = round(value / _MIB, 3)
+        for name, text in (("verified_loads", "Verified loads"), ("failed_verifications", "Failed verifications")):
+            if name in self.data:
+                line[text] = self.data[name]
         if loads:
             line["Avg descriptors"] = round(self.data["num_descriptors"] / loads, 1)
             line["Avg post time (ms)"] = round(self.data["post_s"] / loads * 1e3, 3)
@@ -63,6 +71,11 @@ class HybridConnectorStats(KVConnectorStats):
 _COUNTERS = {
     "loads": ("loads", "Loads that ended well, one per rank and request."),
     "failed_loads": ("failed_loads", "Loads that failed, one per rank and request."),
+    "verified_loads": ("verified_loads", "Loads whose digest agreed with P's, one per rank and request."),
+    "failed_verifications": (
+        "failed_verifications",
+        "Loads whose digest did not agree with P's, or that P did not confirm, one per rank and request.",
+    ),
     "num_descriptors": ("descriptors", "NIXL descriptors of loads that ended well."),
     "post_s": ("post_seconds", "Seconds from a load's order until its last read was posted."),
     "transfer_s": ("transfer_seconds", "Seconds from there until its last byte."),

@@ -3,7 +3,7 @@
 P: stop a prompt before the token that D computes, lease a finished request's blocks, seal leases as steps complete,
 give blocks back when leases end.
 D: acquire a lease when a request arrives, order its load once blocks are allocated, and believe in the end of a load
-only if the grant was valid until then.
+only if the grant was valid until then and, where the request is verified, P's digests agree.
 
 Attributes read of vLLM's ``Request``: request_id, kv_transfer_params, prompt_token_ids, prompt_embeds,
 num_prompt_tokens, num_computed_tokens, num_in_flight_tokens, max_tokens, status, _all_token_ids,
@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import vllm
@@ -29,10 +29,11 @@ from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest
-from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, StepOrders, StepReport
+from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, ReadDigest, StepOrders, StepReport
 from hybrid_connector.engine.layout import overwrites_state, state_block_ids
 from hybrid_connector.engine.model_identity import model_factors
 from hybrid_connector.engine.producer import Producer
+from hybrid_connector.engine.verification import Reference, Verifications
 from hybrid_connector.wire.manifest import EngineManifest, Factors, RankManifest
 from hybrid_connector.wire.messages import PROTOCOL_VERSION
 from hybrid_connector.wire.side_channel import Security, SideChannelClient, SideChannelServer, load_secret
@@ -42,18 +43,24 @@ logger = logging.getLogger(__name__)
 GIVE_WAY_S = 1e-4
 """How long a step that meets a pending grant waits for it, once."""
 
+SAMPLE_ONE_IN = 16
+"""Of how many requests one is verified with ``verify: sample``."""
+
 
 @dataclass(slots=True)
 class _Fetch:
     """A D request's state that comes from a peer.
 
     ``reason``: why it must fail, where that is decided. ``ordered``: the workers know; the end is theirs to report.
+    ``verify``: P must confirm the ``digests`` of what the ranks have read.
     """
 
     num_tokens: int
     remote: RemoteRequest | None = None
     reason: str | None = None
     ordered: bool = False
+    verify: bool = False
+    digests: list[ReadDigest] = field(default_factory=list)
 
 
 class Scheduler:
@@ -80,12 +87,18 @@ class Scheduler:
         self._client = SideChannelClient(security=self._security) if self._is_consumer else None
         self._consumer = Consumer(self._client, config) if self._client is not None else None
 
+        self._verifications = (
+            Verifications(self._client, config.handshake_timeout_s) if self._client is not None else None
+        )
+
         self._step = -1
         self._waited_step = -2
         self._cut: set[str] = set()
         self._fetches: dict[str, _Fetch] = {}
         self._loads: list[LoadOrder] = []
         self._failures: dict[str, str] = {}
+        self._passed: list[str] = []
+        self._refuted: dict[str, str] = {}
         self._captures: list[CaptureOrder] = []
         self._peers: dict[Address, tuple[str, str]] = {}
         self._new_manifests: list[EngineManifest] = []
@@ -208,6 +221,7 @@ class Scheduler:
             self._fail(request_id, fetch.reason or "the grant was withdrawn before the load began")
             return
         assert fetch.remote is not None
+        fetch.verify = self._is_verified()
         self._loads.append(
             LoadOrder(
                 request_id,
@@ -217,8 +231,15 @@ class Scheduler:
                 state_block_ids(self._kv_cache_config, blocks.get_block_ids(), fetch.num_tokens),
                 fetch.num_tokens,
                 fetch.num_tokens - num_external_tokens,
+                fetch.verify,
             )
         )
+
+    def _is_verified(self) -> bool:
+        """Whether the next request is verified."""
+        if self._config.verify == "sample":
+            return secrets.randbelow(SAMPLE_ONE_IN) == 0
+        return self._config.verify == "all"
 
     def _introduce(self, address: Address, manifest: EngineManifest) -> tuple[str, str]:
         """Let the workers know the engine at ``address``, once; what was there before is gone."""
@@ -234,6 +255,7 @@ class Scheduler:
     def build_orders(self, *, is_idle: bool) -> StepOrders:
         """What the workers do in the next step; ``is_idle``: it computes nothing."""
         self._step += 1
+        self._decide_verified()
         orders = StepOrders(
             self._step,
             tuple(self._new_manifests),
@@ -243,9 +265,21 @@ class Scheduler:
             tuple(self._captures),
             tuple(self._gone),
             is_idle,
+            tuple(self._passed),
+            self._refuted,
+            self._producer.take_digest_orders(),
         )
+        self._passed, self._refuted = [], {}
         self._new_manifests, self._loads, self._failures, self._captures, self._gone = [], [], {}, [], []
         return orders
+
+    def _decide_verified(self) -> None:
+        """Let the workers report the requests whose bytes P has confirmed, or could not."""
+        for verdict in self._verifications.poll() if self._verifications is not None else ():
+            if verdict.reason is None:
+                self._passed.append(verdict.request_id)
+            else:
+                self._refuted[verdict.request_id] = verdict.reason
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step. Removes from ``output`` the loads that ended but must not count (I2)."""
@@ -253,9 +287,12 @@ class Scheduler:
         reported = report.report if report is not None else None
         if isinstance(reported, StepReport):
             self._producer.seal(reported.completed_step)
+            self._producer.note_digests(reported.digests)
             for record in reported.loads:
                 if record.error is not None:
                     logger.warning("request %s, rank %d: load failed: %s", record.request_id, record.rank, record.error)
+                elif record.request_id in self._fetches:
+                    self._fetches[record.request_id].digests.extend(record.digests)
         for request_id in list(output.finished_recving or ()):
             fetch = self._fetches.get(request_id)
             if fetch is None:
@@ -268,7 +305,21 @@ class Scheduler:
                     output.finished_recving.discard(request_id)
                     self._fail(request_id, status.reason)
                     continue
+                if fetch.verify and isinstance(status, Held):
+                    assert output.finished_recving is not None
+                    output.finished_recving.discard(request_id)
+                    self._verify(request_id, fetch, status.manifest.incarnation)
+                    continue
             self._forget(request_id)
+
+    def _verify(self, request_id: str, fetch: _Fetch, incarnation: str) -> None:
+        """Ask P whether it holds what was read; the workers report the request again once that is decided."""
+        assert self._verifications is not None
+        assert self._consumer is not None
+        assert fetch.remote is not None
+        fetch.verify = False
+        reference = Reference(fetch.remote, self._consumer.holder(request_id), incarnation)
+        self._verifications.start(request_id, reference, fetch.digests)
 
     def finish(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: D gives up what it no longer needs, P leases what D will read.

@@ -3,7 +3,7 @@
 1. ``register``: read the layout of the caches, register their memory with the transport once.
 2. ``run_orders``, each step after the forward pass was queued: start loads, write captures.
 3. ``end_step``: mark the end of the step's device work.
-4. ``collect``: post and poll reads, report what ended.
+4. ``collect``: post and poll reads and digests, report what ended.
 """
 
 import logging
@@ -23,10 +23,12 @@ from hybrid_connector.engine import capture
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.exchange import LoadOrder, LoadRecord, StepOrders, StepReport
 from hybrid_connector.engine.layout import Place, RankCaches, conv_channel_first, read_caches, tail_views
+from hybrid_connector.engine.lease_digests import LeaseDigests
 from hybrid_connector.engine.loads import Loads
 from hybrid_connector.engine.metrics import HybridConnectorStats
 from hybrid_connector.engine.ordering import StepFence, compute_stream
 from hybrid_connector.transport.base import Transport
+from hybrid_connector.transport.digest import CudaDigester, Digester, HostDigester
 from hybrid_connector.transport.nixl import NixlTransport
 from hybrid_connector.wire.manifest import RankManifest
 
@@ -52,6 +54,7 @@ class Worker:
         self._transport: Transport | None = None
         self._caches: RankCaches | None = None
         self._loads: Loads | None = None
+        self._digests: LeaseDigests | None = None
         self._fence: StepFence | None = None
         self._tails: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()
         self._step, self._is_idle = -1, False
@@ -69,6 +72,8 @@ class Worker:
         self._transport.register(self._caches.region)
         stream = compute_stream(self._caches.device)
         self._fence = StepFence(stream)
+        digester = self._digester(kv_caches)
+        self._digests = LeaseDigests(self._caches.layout, digester)
         self._loads = Loads(
             self._caches.layout,
             self._caches.region,
@@ -76,7 +81,16 @@ class Worker:
             stream,
             time.monotonic,
             on_loaded=self._capture_load if self._config.capture_dir else None,
+            digester=digester,
         )
+
+    def _digester(self, kv_caches: Mapping[str, torch.Tensor]) -> Digester:
+        """Computes where the caches are, which all lie in one allocation."""
+        assert self._caches is not None
+        if self._caches.device.type != "cuda":
+            return HostDigester(self._caches.region)
+        storage = next(iter(kv_caches.values())).untyped_storage()
+        return CudaDigester(torch.empty(0, dtype=torch.uint8, device=self._caches.device).set_(storage))
 
     def manifest(self) -> RankManifest | None:
         """What peers need to read from this rank; ``None`` before ``register``."""
@@ -97,7 +111,7 @@ class Worker:
         """Carry out the scheduler's orders for this step; the forward pass, if any, has been queued."""
         self._step, self._is_idle = orders.step, orders.is_idle
         self._frees.update(orders.frees)
-        if self._loads is None or self._caches is None:
+        if self._loads is None or self._caches is None or self._digests is None:
             return
         for peer in orders.gone:
             self._loads.forget_peer(peer)
@@ -110,6 +124,12 @@ class Worker:
             self._loads.start(order)
         for request_id, reason in orders.failures.items():
             self._loads.fail(request_id, reason)
+        for request_id in orders.passed:
+            self._loads.accept(request_id)
+        for request_id, reason in orders.refuted.items():
+            self._loads.refute(request_id, reason)
+        for digest in orders.digests:
+            self._digests.start(digest)
 
     def end_step(self) -> None:
         """All device work of the step has been queued."""
@@ -125,13 +145,14 @@ class Worker:
         for record in records:
             self._stats.record(record)
         completed = self._fence.completed_step() if self._fence is not None else self._step
-        self._report = StepReport(completed, tuple(records))
+        digests = self._digests.poll() if self._digests is not None else []
+        self._report = StepReport(completed, tuple(records), tuple(digests))
         ended = {record.request_id for record in records}
         return frees, ended, {record.request_id for record in records if record.error is not None}
 
     def take_report(self) -> StepReport:
         """The report of the step that ``collect`` ended."""
-        report, self._report = self._report, replace(self._report, loads=())
+        report, self._report = self._report, replace(self._report, loads=(), digests=())
         return report
 
     def take_stats(self) -> HybridConnectorStats | None:

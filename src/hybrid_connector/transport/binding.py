@@ -107,13 +107,13 @@ class Binder:
                 raise ValueError(
                     f"first_tokens {first_tokens} is no multiple of D's page of {group.page_tokens} tokens"
                 )
-        dst_pages = _pages("D", self._dst_groups, dst_block_ids, num_tokens)
+        dst_pages = request_pages("D", self._dst_groups, dst_block_ids, num_tokens)
         pages_of: dict[tuple[Group, ...], tuple[Ints, ...]] = {}
         bound = []
         for rank, parts in self._parts.items():
             groups = self._src_groups[rank]
             if groups not in pages_of:
-                pages_of[groups] = _pages("P", groups, src_block_ids, num_tokens)
+                pages_of[groups] = request_pages("P", groups, src_block_ids, num_tokens)
             copies = _bind_rank(rank, parts, pages_of[groups], dst_pages, first_tokens)
             if len(copies):
                 bound.append(copies)
@@ -251,7 +251,7 @@ def _join(src: Ints, dst: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
     return src[first], dst[first], np.add.reduceat(num_bytes, first)
 
 
-def _pages(side: str, groups: Sequence[Group], block_ids: BlockIds, num_tokens: int) -> tuple[Ints, ...]:
+def request_pages(side: str, groups: Sequence[Group], block_ids: BlockIds, num_tokens: int) -> tuple[Ints, ...]:
     """Per group, the request's pages counted from page 0 of a layer, negative where there is no block.
 
     Refuses block ids that do not fit the group.

@@ -33,6 +33,8 @@ from hybrid_connector.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Verified,
+    Verify,
     Welcome,
     decode_reply,
     encode,
@@ -56,7 +58,7 @@ _CONNECT_MS = 5_000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2_000
 _RECEIVE_QUEUE = 64  # replies kept per peer; more wait in the peer
 _MAX_WAIT_S = 60.0
-_ANSWERS: dict[type, type] = {Hello: Welcome, Acquire: Granted, Renew: Renewed, Release: Released}
+_ANSWERS: dict[type, type] = {Hello: Welcome, Acquire: Granted, Renew: Renewed, Verify: Verified, Release: Released}
 
 
 @dataclass(slots=True, eq=False)

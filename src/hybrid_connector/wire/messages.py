@@ -1,6 +1,6 @@
 """What do the schedulers of two engines say to each other?
 
-1. D asks: ``Hello`` (who are you), ``Acquire``, ``Renew``, ``Release`` (a lease).
+1. D asks: ``Hello`` (who are you), ``Acquire``, ``Renew``, ``Verify``, ``Release`` (a lease).
 2. P answers with the reply named like the request, or with ``Refused`` and a reason.
 3. ``encode`` and the two ``decode`` functions are the only way in and out; bad bytes raise ``WireError``.
 
@@ -14,6 +14,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from hybrid_connector.core.digests import RunList
 from hybrid_connector.core.errors import WireError
 from hybrid_connector.wire.manifest import Count, EngineManifest, Name
 
@@ -26,6 +27,7 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
 Token = Annotated[str, Meta(min_length=1, max_length=128)]
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 BlockIds = Annotated[tuple[BlockId | None, ...], Meta(max_length=2**22)]
+Digest = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # NaN fails ge, infinity fails le
 
 
@@ -37,6 +39,7 @@ class RefusalReason(StrEnum):
     CONSUMED = "consumed"
     HELD = "held"  # by another holder
     NOT_SEALED = "not_sealed"  # a step that may still write the blocks is in flight; retry
+    NOT_READY = "not_ready"  # the digest is being computed; retry
     WRONG_TOKEN = "wrong_token"
     UNSUPPORTED_PROTOCOL = "unsupported_protocol"
     MALFORMED = "malformed"
@@ -78,6 +81,20 @@ class Release(Struct, frozen=True, tag="release"):
     holder: Name
 
 
+class Verify(Struct, frozen=True, tag="verify"):
+    """Asks for the digest of bytes of a held lease: ``runs`` of rank ``rank``.
+
+    ``number`` tells the run lists of a lease apart; asking again with the same number is asking for the same list.
+    """
+
+    request_id: RequestId
+    token: Token
+    holder: Name
+    number: Count
+    rank: Count
+    runs: RunList
+
+
 class _Reply(Struct, frozen=True, kw_only=True):
     """``incarnation``: the start of P that answers, so D notices a restart with any reply."""
 
@@ -116,6 +133,14 @@ class Released(_Reply, frozen=True, tag="released"):
     request_id: RequestId
 
 
+class Verified(_Reply, frozen=True, tag="verified"):
+    """The answer to ``Verify``: what P has there."""
+
+    request_id: RequestId
+    number: Count
+    digest: Digest
+
+
 class Refused(_Reply, frozen=True, tag="refused"):
     """The answer to any request; ``request_id`` is empty where the request had none or could not be read.
 
@@ -128,8 +153,8 @@ class Refused(_Reply, frozen=True, tag="refused"):
     retry_after_s: Seconds | None = None
 
 
-Request = Hello | Acquire | Renew | Release
-Reply = Welcome | Granted | Renewed | Released | Refused
+Request = Hello | Acquire | Renew | Verify | Release
+Reply = Welcome | Granted | Renewed | Verified | Released | Refused
 
 _Message = TypeVar("_Message")
 
@@ -152,12 +177,14 @@ def encode(message: Request | Reply) -> bytes:
 
 def decode_request(payload: bytes) -> Request:
     """The request in ``payload``; raises ``WireError``."""
-    return _decode(_requests, payload, MAX_REQUEST_BYTES, "a request (hello, acquire, renew, release)")
+    return _decode(_requests, payload, MAX_REQUEST_BYTES, "a request (hello, acquire, renew, verify, release)")
 
 
 def decode_reply(payload: bytes) -> Reply:
     """The reply in ``payload``; raises ``WireError``."""
-    return _decode(_replies, payload, MAX_REPLY_BYTES, "a reply (welcome, granted, renewed, released, refused)")
+    return _decode(
+        _replies, payload, MAX_REPLY_BYTES, "a reply (welcome, granted, renewed, verified, released, refused)"
+    )
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes, limit: int, expected: str) -> _Message:
