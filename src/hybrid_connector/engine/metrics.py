@@ -7,6 +7,7 @@ from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from hybrid_connector.engine.exchange import LoadRecord
+from hybrid_connector.engine.published import METRICS
 
 _MIB = 2**20
 
@@ -68,41 +69,22 @@ class HybridConnectorStats(KVConnectorStats):
         self.data[name] = self.data.get(name, 0) + value
 
 
-_COUNTERS = {
-    "loads": ("loads", "Loads that ended well, one per rank and request."),
-    "failed_loads": ("failed_loads", "Loads that failed, one per rank and request."),
-    "verified_loads": ("verified_loads", "Loads whose digest agreed with P's, one per rank and request."),
-    "failed_verifications": (
-        "failed_verifications",
-        "Loads whose digest did not agree with P's, or that P did not confirm, one per rank and request.",
-    ),
-    "num_descriptors": ("descriptors", "NIXL descriptors of loads that ended well."),
-    "post_s": ("post_seconds", "Seconds from a load's order until its last read was posted."),
-    "transfer_s": ("transfer_seconds", "Seconds from there until its last byte."),
-}
-"""A sum's name, its counter's, and what it says."""
-
-
 class HybridConnectorPromMetrics(KVConnectorPromMetrics):
-    """The same sums as Prometheus counters, ``vllm:hybrid_connector_*``, and bytes by kind of state."""
+    """The same sums as Prometheus counters, ``vllm:hybrid_connector_*``; see `METRICS`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter = metric_types[Counter]
         self._counters = {
-            name: counter(name=f"vllm:hybrid_connector_{metric}", documentation=text, labelnames=labelnames)
-            for name, (metric, text) in _COUNTERS.items()
+            metric.stat: metric_types[Counter](
+                name=metric.full_name, documentation=metric.text, labelnames=[*labelnames, *metric.labels]
+            )
+            for metric in METRICS
         }
-        self._bytes = counter(
-            name="vllm:hybrid_connector_bytes",
-            documentation="Bytes of state loaded, by kind.",
-            labelnames=[*labelnames, "kind"],
-        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name.startswith("bytes_"):
-                self._bytes.labels(*labels, name.removeprefix("bytes_")).inc(value)
+                self._counters["bytes_"].labels(*labels, name.removeprefix("bytes_")).inc(value)
             else:
                 self._counters[name].labels(*labels).inc(value)

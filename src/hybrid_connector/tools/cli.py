@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
-from hybrid_connector.tools import demo, explain, plan, size
+from hybrid_connector.tools import demo, explain, plan, recipe, size
 from hybrid_connector.tools.servers import ServerError
 
 
@@ -23,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_parser(subcommands)
     explain.add_parser(subcommands)
     size.add_parser(subcommands)
+    recipe.add_parser(subcommands)
     return parser
 
 

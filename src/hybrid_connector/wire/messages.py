@@ -35,15 +35,15 @@ class RefusalReason(StrEnum):
     """Why P did not do what it was asked."""
 
     UNKNOWN = "unknown"  # no such lease, and none that this engine remembers
-    EXPIRED = "expired"
-    CONSUMED = "consumed"
+    EXPIRED = "expired"  # its reader did not renew in time; the blocks were given back
+    CONSUMED = "consumed"  # it was read, or given up, before
     HELD = "held"  # by another holder
     NOT_SEALED = "not_sealed"  # a step that may still write the blocks is in flight; retry
     NOT_READY = "not_ready"  # the digest is being computed; retry
-    WRONG_TOKEN = "wrong_token"
-    UNSUPPORTED_PROTOCOL = "unsupported_protocol"
-    MALFORMED = "malformed"
-    OVERLOADED = "overloaded"
+    WRONG_TOKEN = "wrong_token"  # not the token that was given out with the answer
+    UNSUPPORTED_PROTOCOL = "unsupported_protocol"  # P and D speak different versions
+    MALFORMED = "malformed"  # what came is no message of this protocol
+    OVERLOADED = "overloaded"  # P cannot answer now, as while it starts; retry
     OTHER = "other"  # P failed to answer, or gave a reason newer than this version; the detail says which
 
     @classmethod
