@@ -4,7 +4,7 @@
 2. ``read MEMORY``: read one block of a holder's as a decode engine would, and digest what came.
 3. ``reach``: read a few bytes from every rank of a running engine.
 
-One JSON object a line: ``Order`` on stdin, ``Line`` on stdout. The two made-up engines order their caches differently.
+One JSON object a line: ``Order`` on stdin, ``Line`` on stdout.
 """
 
 import os
@@ -19,35 +19,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from hybrid_connector.core.blocks import BlockIds
 from hybrid_connector.core.digests import RunList
 from hybrid_connector.core.planning import plan_engine
 from hybrid_connector.tools.checks import ucx
-from hybrid_connector.tools.models.config import read_config
-from hybrid_connector.tools.models.engine import Blocks, Engine, describe_engine, parse_serve
+from hybrid_connector.tools.checks.made_up import PAGE_TOKENS, made_up_decode, made_up_prefill
 from hybrid_connector.wire.manifest import EngineManifest, RankManifest
 
 READ_LIMIT_S = 20.0
 """For one read; a connection that comes up over TCP takes some 10 ms."""
 REACH_BYTES = 64
 _PAUSE_S = 0.0005
-
-_MODEL = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "torch_dtype": "bfloat16",
-}
-_HOLDER_LINE = "VLLM_KV_CACHE_LAYOUT=LBHNC VLLM_SSM_CONV_STATE_LAYOUT=DS"
-_READER_LINE = "VLLM_KV_CACHE_LAYOUT=BLHNC VLLM_SSM_CONV_STATE_LAYOUT=DS"
 
 
 class Inventory(Struct, frozen=True, tag="inventory"):
@@ -167,22 +148,13 @@ class _Memory:
         return digest
 
 
-def made_up_engine(line: str) -> tuple[Engine, BlockIds, int]:
-    """An engine, the blocks of a request of one block in it, and how many blocks it has."""
-    engine = describe_engine(read_config(_MODEL, "made-up model"), parse_serve(line, "cuda"))
-    assert engine.block_tokens is not None
-    block_ids = engine.block_ids(engine.block_tokens, Blocks(0))
-    return engine, block_ids, 1 + max(block for ids in block_ids for block in ids if block is not None)
-
-
 def hold(kind: str, orders: Iterator[Order], say: Say) -> None:
     """P's part."""
     with _stage("import"):
         from hybrid_connector.transport.nixl import NixlTransport
     with _stage("inventory"):
         say(_take_inventory())
-    engine, _, num_blocks = made_up_engine(_HOLDER_LINE)
-    (layout,) = engine.layouts(num_blocks)
+    layout = made_up_prefill().layout
     with _stage("agent"):
         transport = NixlTransport()
     with _stage("memory"):
@@ -226,10 +198,7 @@ def read(kind: str, orders: Iterator[Order], say: Say) -> None:
     from hybrid_connector.transport.digest import run_lists
     from hybrid_connector.transport.nixl import NixlTransport
 
-    src, src_ids, _ = made_up_engine(_HOLDER_LINE)
-    dst, dst_ids, num_blocks = made_up_engine(_READER_LINE)
-    assert src.block_tokens is not None
-    (layout,) = dst.layouts(num_blocks)
+    src_ids, dst_ids, layout = made_up_prefill().block_ids, made_up_decode().block_ids, made_up_decode().layout
     with _stage("agent"):
         transport = NixlTransport(is_read_from=False)
     with _stage("registration"):
@@ -241,7 +210,7 @@ def read(kind: str, orders: Iterator[Order], say: Say) -> None:
     remote = Region(rank.region_address, rank.layout.region_bytes, rank.memory, rank.device)
     (plan,) = plan_engine([layout], [rank.layout])
     binder = Binder(plan, layout, [rank.layout], dst_base=memory.region.address, src_bases={0: remote.address})
-    (copies,) = binder.bind(src_ids, dst_ids, src.block_tokens)
+    (copies,) = binder.bind(src_ids, dst_ids, PAGE_TOKENS)
     with _stage("connection"):
         peer = transport.add_peer(rank.identity)
     with _stage("read"):

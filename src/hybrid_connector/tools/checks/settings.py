@@ -10,8 +10,8 @@ from typing import Any
 
 from hybrid_connector.core.errors import ConfigError
 from hybrid_connector.engine.config import ConnectorConfig, decode_config
-from hybrid_connector.plugin import CONNECTOR_NAME
 from hybrid_connector.tools.checks.finding import Finding, ok, problem, warning
+from hybrid_connector.tools.checks.software import CONNECTOR
 from hybrid_connector.tools.models.engine import LAYOUT_ALIASES, LAYOUTS
 from hybrid_connector.wire.security import SECRET_FILE_VARIABLE, SECRET_VARIABLE, Security, load_secret
 from hybrid_connector.wire.sockets import Address, resolve
@@ -65,16 +65,16 @@ def _find_connector(whole: Any) -> Mapping[str, Any]:
     if not isinstance(whole, dict):
         raise ConfigError(f"expected a JSON object, got {whole!r:.80}")
     name = whole.get("kv_connector")
-    if name == CONNECTOR_NAME:
+    if name == CONNECTOR:
         return whole
     if name == "MultiConnector":
         extra = whole.get("kv_connector_extra_config")
         children = extra.get("connectors") if isinstance(extra, dict) else None
         for child in children if isinstance(children, list) else ():
-            if isinstance(child, dict) and child.get("kv_connector") == CONNECTOR_NAME:
+            if isinstance(child, dict) and child.get("kv_connector") == CONNECTOR:
                 return {"kv_role": whole.get("kv_role"), **child}
-        raise ConfigError(f"kv_connector_extra_config.connectors: expected {CONNECTOR_NAME} among MultiConnector's")
-    raise ConfigError(f"kv_connector: expected {CONNECTOR_NAME} or MultiConnector, got {name!r:.80}")
+        raise ConfigError(f"kv_connector_extra_config.connectors: expected {CONNECTOR} among MultiConnector's")
+    raise ConfigError(f"kv_connector: expected {CONNECTOR} or MultiConnector, got {name!r:.80}")
 
 
 def check_transfer_config(text: str | None) -> tuple[list[Finding], TransferConfig | None]:

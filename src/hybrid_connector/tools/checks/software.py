@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from hybrid_connector.plugin import CONNECTOR_NAME
 from hybrid_connector.tools.checks.finding import Finding, ok, problem, warning
 
+CONNECTOR = "HybridNixlConnector"
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "hybrid_connector"
 PLUGIN_TARGET = "hybrid_connector.plugin:register"
@@ -73,7 +73,7 @@ def check_plugin(entries: Mapping[str, str], plugins: str | None) -> Finding:
         found = "no entry point" if value is None else f"the entry point {value}"
         return problem(
             check,
-            f"{found} for {CONNECTOR_NAME} in {PLUGIN_GROUP}, expected {PLUGIN_TARGET}",
+            f"{found} for {CONNECTOR} in {PLUGIN_GROUP}, expected {PLUGIN_TARGET}",
             "install hybrid-connector with pip into the environment that vLLM runs in",
         )
     if plugins is not None and PLUGIN_NAME not in plugins.split(","):
@@ -82,7 +82,7 @@ def check_plugin(entries: Mapping[str, str], plugins: str | None) -> Finding:
             f"VLLM_PLUGINS={plugins} keeps vLLM from loading {PLUGIN_NAME}",
             f"add {PLUGIN_NAME} to VLLM_PLUGINS, or unset it",
         )
-    return ok(check, f"vLLM finds {CONNECTOR_NAME}")
+    return ok(check, f"vLLM finds {CONNECTOR}")
 
 
 def parse_version(text: str) -> Version:
