@@ -31,6 +31,7 @@ from hybrid_connector.tools.checks.nixl_process import (
     Reached,
     ReadBack,
 )
+from hybrid_connector.tools.cli import main
 from hybrid_connector.tools.doctor import as_json, exit_status, show
 from hybrid_connector.tools.manifests import PLANNED_INCARNATION
 from hybrid_connector.transport.binding import Binder
@@ -302,11 +303,18 @@ def test_where_a_prefill_engine_would_serve():
     ]
 
 
+def test_a_side_channel_address_of_another_host():
+    """192.0.2.0/24 is for documentation (RFC 5737), so nobody has it."""
+    finding = side_channel({"VLLM_NIXL_SIDE_CHANNEL_HOST": "192.0.2.1"})["side channel port"]
+    assert (finding.status, finding.what) == (Status.PROBLEM, "192.0.2.1:5600: Cannot assign requested address")
+
+
 def test_a_side_channel_port_that_is_taken():
     with serving(engine_manifest(PLAIN)) as address:
         found = side_channel(
             {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(address.port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
         )
+    assert found["side channel port"].status is Status.WARNING
     assert found["side channel port"].what == f"{address}: Address already in use"
 
 
@@ -617,10 +625,10 @@ def test_help_has_an_example():
         (["--wrong"], "unrecognized arguments: --wrong"),
     ],
 )
-def test_wrong_usage(arguments, message):
-    done = doctor(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_wrong_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["doctor", *arguments])
+    assert message in capsys.readouterr().err
 
 
 def test_a_decode_manifest_needs_somebody_to_shake_hands_with(tmp_path):

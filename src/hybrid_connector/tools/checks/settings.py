@@ -1,5 +1,6 @@
 """Would an engine with these settings serve here, and whom? Its ``--kv-transfer-config`` and its environment."""
 
+import errno
 import ipaddress
 import json
 import socket
@@ -149,7 +150,11 @@ def check_secret(environ: Mapping[str, str]) -> Finding:
         return problem(check, str(error), "give all engines one secret of at least 16 bytes (openssl rand -hex 32)")
     path = environ.get(SECRET_FILE_VARIABLE)
     if path is not None and (mode := Path(path).stat().st_mode) & 0o077:
-        return warning(check, f"{path} may be read by others (mode {mode & 0o777:o})", f"chmod 600 {path}")
+        return warning(
+            check,
+            f"{path} may be read by others (mode {mode & 0o777:o})",
+            f"chmod 600 {path}, in Kubernetes defaultMode: 0400",
+        )
     return ok(check, f"{len(secret)} bytes from {SECRET_VARIABLE if path is None else path}")
 
 
@@ -202,9 +207,10 @@ def _check_bindable(address: Address, host: str) -> Finding:
             server.bind((host, address.port))
             server.listen()
         except OSError as error:
-            return warning(
-                check,
-                f"{address}: {error.strerror}",
-                f"if that is no engine of yours that runs already, set {PORT_VARIABLE} or {HOST_VARIABLE} to free ones",
+            what = f"{address}: {error.strerror}"
+            if error.errno == errno.EADDRINUSE:
+                return warning(check, what, f"unless it is your own engine that runs already, change {PORT_VARIABLE}")
+            return problem(
+                check, what, f"set {HOST_VARIABLE} to an address of this host, {PORT_VARIABLE} to a port >= 1024"
             )
     return ok(check, f"{address} is free; data-parallel rank N takes port {address.port} + N")
