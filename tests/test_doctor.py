@@ -626,7 +626,7 @@ def test_help_has_an_example():
     ],
 )
 def test_wrong_usage(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(["doctor", *arguments])
     assert message in capsys.readouterr().err
 
