@@ -12,12 +12,6 @@ def register() -> None:
     # The factory raises on a second registration, and plugins load more than once in forked processes.
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, "hybrid_connector.connector", CONNECTOR_NAME)
-    _share_log(logging.getLogger("vllm"), logging.getLogger("hybrid_connector"))
-
-
-def _share_log(theirs: logging.Logger, ours: logging.Logger) -> None:
-    """Log as vLLM does: it sets up its own logger only, and others keep to warnings without a time or a process."""
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = theirs.propagate
+    # vLLM sets up its own logger only, and anew when an engine starts: others are left with warnings that have neither
+    # a time nor a process. As a child of vLLM's, ours is set up with it.
+    logging.getLogger("hybrid_connector").parent = logging.getLogger("vllm")

@@ -25,10 +25,9 @@ from hybrid_connector.core.blocks import BlockIds
 from hybrid_connector.core.breaker import Breaker
 from hybrid_connector.core.errors import HybridConnectorError, IncompatibleError, PeerError
 from hybrid_connector.core.leases import Hold
-from hybrid_connector.core.planning import plan_engine
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.published import Failure
-from hybrid_connector.wire.manifest import EngineManifest, refuse_difference
+from hybrid_connector.wire.manifest import EngineManifest, refuse_incompatible
 from hybrid_connector.wire.messages import (
     PROTOCOL_VERSION,
     Acquire,
@@ -450,11 +449,7 @@ class Consumer:
     def _refuse_incompatible(self, theirs: EngineManifest) -> None:
         if self._local is None:
             raise HybridConnectorError("this engine has not registered its caches yet")
-        refuse_difference(ours=self._local.factors, theirs=theirs.factors)
-        for rank in theirs.ranks:
-            if rank.transport != self._local.ranks[0].transport:
-                raise IncompatibleError(f"transport: {rank.transport} on P, {self._local.ranks[0].transport} on D")
-        plan_engine([rank.layout for rank in self._local.ranks], [rank.layout for rank in theirs.ranks])
+        refuse_incompatible(ours=self._local, theirs=theirs)
 
     def _ask_grant(self, request_id: str, wanted: _Wanted, peer: _Peer, manifest: EngineManifest) -> None:
         remote = wanted.remote

@@ -17,6 +17,7 @@ from hybrid_connector.wire.manifest import EngineManifest, RankManifest
 from hybrid_connector.wire.messages import PROTOCOL_VERSION, Hello, Refused, Welcome
 from hybrid_connector.wire.side_channel import Security, SideChannelClient, load_secret
 
+PLANNED_INCARNATION = "planned"
 _PLANNED_ADDRESS = 2**20
 
 
@@ -64,7 +65,7 @@ def planned_manifest(name: str, engine: Engine, num_blocks: int) -> EngineManife
     return EngineManifest(
         protocol_version=PROTOCOL_VERSION,
         engine_id=name,
-        incarnation="planned",
+        incarnation=PLANNED_INCARNATION,
         tp_size=engine.settings.tp,
         factors=engine.factors,
         vllm_version="planned by the rules of 0.32",
