@@ -37,6 +37,7 @@ class Engine:
     log: Path
     model: Path
     client: httpx.Client = field(repr=False)
+    side_port: int = 0
 
     def post(self, body: Mapping[str, Any]) -> httpx.Response:
         """A completion request, whatever comes of it."""
@@ -166,7 +167,8 @@ class Fleet:
                 spec = self.spec(name, **kwargs)
                 self._servers.add(spec)
                 model = self.model(kwargs.get("model", "hybrid"))
-                self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client)
+                side_port = int(spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+                self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client, side_port)
         self._servers.wait_ready()
         return {name: self._engines[name] for name in wanted}
 

@@ -299,7 +299,7 @@ def test_where_a_prefill_engine_would_serve():
     assert side_channel(open_to_all, insecure)["side channel"].status is Status.WARNING
     assert side_channel({**open_to_all, "HYBRID_CONNECTOR_SECRET": "x"})["side channel"].status is Status.OK
     assert list(side_channel(open_to_all, transfer(kv_role="kv_consumer")).values()) == [
-        ok("side channel", "a kv_consumer serves none")
+        ok("side channel", "a kv_consumer needs none")
     ]
 
 

@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybrid_connector import __version__
-from hybrid_connector.core.errors import HybridConnectorError
+from hybrid_connector.core.errors import ConfigError, HybridConnectorError
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest
 from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, LoadRecord, ReadDigest, StepOrders, StepReport
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 PUBLISHED = frozenset(metric.stat for metric in METRICS)
 """What this process counts and publishes."""
+
+_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 GIVE_WAY_S = 1e-4
 """How long a step that meets a pending grant waits for it, once."""
@@ -129,20 +131,32 @@ class Scheduler:
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._producer.publish(manifest)
-        if self._is_producer and self._server is None:
-            self._server = SideChannelServer(
-                self._host,
-                self._port,
-                self._producer.answer,
-                incarnation=self._incarnation,
-                security=self._security,
-                allow_insecure=self._config.allow_insecure_side_channel,
-            )
-            self._server.start()
-            logger.info("engine %s answers decode engines on %s:%d", self._engine_id, self._host, self._port)
+        if self._server is None and (self._is_producer or _PORT_VARIABLE in os.environ):
+            self._serve()
         if self._consumer is not None:
             self._consumer.publish(manifest)
             self._consumer.start()
+
+    def _serve(self) -> None:
+        """P answers D here; a D that was given a port tells who asks what it is, as far as it can."""
+        server = SideChannelServer(
+            self._host,
+            self._port,
+            self._producer.answer,
+            incarnation=self._incarnation,
+            security=self._security,
+            allow_insecure=self._config.allow_insecure_side_channel,
+        )
+        try:
+            server.start()
+        except ConfigError as error:
+            if self._is_producer:
+                raise
+            logger.info("engine %s does not serve its manifest: %s", self._engine_id, error)
+            return
+        self._server = server
+        whom = "decode engines" if self._is_producer else "who asks for its manifest"
+        logger.info("engine %s answers %s on %s:%d", self._engine_id, whom, self._host, self._port)
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived: P cuts its prompt, D begins to acquire."""

@@ -36,8 +36,8 @@ def fetch_manifest(where: str, timeout_s: float) -> EngineManifest:
     except PeerError as error:
         why = "the secret is not the engine's" if secret is not None else "it wants a secret (HYBRID_CONNECTOR_SECRET)"
         raise PeerError(
-            f"{error}; either nothing listens there, or {why}, or it is a decode engine of role kv_consumer, which has "
-            "no side channel: give its manifest as a file"
+            f"{error}; either nothing listens there, or {why}, or it is a decode engine that was "
+            "not given VLLM_NIXL_SIDE_CHANNEL_PORT: give its manifest as a file"
         ) from error
     finally:
         client.close()

@@ -162,7 +162,7 @@ def check_side_channel(environ: Mapping[str, str], transfer: TransferConfig | No
     """Where a prefill engine would serve, and whether it may; a decode engine of role kv_consumer serves nowhere."""
     check = "side channel"
     if transfer is not None and not transfer.serves:
-        return [ok(check, f"a {transfer.role} serves none")]
+        return [ok(check, f"a {transfer.role} needs none")]
     host, text = environ.get(HOST_VARIABLE, DEFAULT_HOST), environ.get(PORT_VARIABLE, str(DEFAULT_PORT))
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**16):
         return [problem(check, f"{PORT_VARIABLE}={text}", "expected a port from 1 to 65535")]
