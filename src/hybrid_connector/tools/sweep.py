@@ -163,13 +163,13 @@ def _run(args: argparse.Namespace) -> int:
         console = Console(stderr=args.json, width=140)
     if args.gsm8k:
         gsm8k.check_available()
-    with httpx.Client(timeout=10) as client:
-        endpoints = [ask_endpoint(client, name, deployment) for name, deployment in deployments.items()]
-    if args.parity is not None:
-        return _compare(args, endpoints, console)
-    if args.gsm8k:
-        return _solve(args, endpoints, console)
-    return _measure(args, endpoints, console)
+    with httpx.Client(timeout=600, limits=httpx.Limits(max_connections=None)) as http:
+        endpoints = [ask_endpoint(http, name, deployment) for name, deployment in deployments.items()]
+        if args.parity is not None:
+            return _compare(args, http, endpoints, console)
+        if args.gsm8k:
+            return _solve(args, endpoints, console)
+        return _measure(args, http, endpoints, console)
 
 
 def _read_deployments(args: argparse.Namespace) -> Mapping[str, Deployment]:
@@ -210,7 +210,7 @@ def make_cells(args: argparse.Namespace, endpoints: list[Endpoint]) -> list[Cell
     return cells
 
 
-def _measure(args: argparse.Namespace, endpoints: list[Endpoint], console: Console) -> int:
+def _measure(args: argparse.Namespace, http: httpx.Client, endpoints: list[Endpoint], console: Console) -> int:
     client = CLIENTS[args.client]
     cells = make_cells(args, endpoints)
     client.check(cells[0].parameters.percentiles)
@@ -226,7 +226,7 @@ def _measure(args: argparse.Namespace, endpoints: list[Endpoint], console: Conso
             continue
         console.print(f"{cell.name}: {cell.parameters.num_prompts} requests ...", highlight=False)
         try:
-            records[cell] = run_cell(cell, client, command, args.timeout)
+            records[cell] = run_cell(cell, client, command, args.timeout, http)
         except PeerError as error:
             failures.append(str(error))
             console.print(f"  {error}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -257,11 +257,11 @@ def _report(args: argparse.Namespace, rows: list[report.Row], console: Console) 
 # Instead of it.
 
 
-def _compare(args: argparse.Namespace, endpoints: list[Endpoint], console: Console) -> int:
+def _compare(args: argparse.Namespace, http: httpx.Client, endpoints: list[Endpoint], console: Console) -> int:
     prompts = parity.make_prompts(args.input_len) if args.prompts is None else parity.read_prompts(args.prompts)
     (reference,) = (endpoint for endpoint in endpoints if endpoint.name == args.parity)
     others = [endpoint for endpoint in endpoints if endpoint.name != args.parity]
-    outcomes = parity.compare_endpoints(others, reference, prompts, args.output_len)
+    outcomes = parity.compare_endpoints(http, others, reference, prompts, args.output_len)
     documents = [outcome.as_document(args.tie_nats) for outcome in outcomes]
     if args.json:
         print(json.dumps({"reference": reference.name, "tie_nats": args.tie_nats, "prompts": documents}, indent=2))

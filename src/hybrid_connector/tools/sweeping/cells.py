@@ -27,6 +27,7 @@ from hybrid_connector.tools.sweeping.deployments import Endpoint
 RECORD = "cell.json"
 _STOP_GRACE_S = 3.0
 _NUM_LOG_LINES = 8
+_MAX_WARMUP_THREADS = 256
 _SEED_STRIDE = 1_000_000
 """Between the seeds of two attempts of a cell, so that none meets another concurrency's."""
 
@@ -107,7 +108,7 @@ def read_record(cell: Cell) -> Record | None:
     return record
 
 
-def run_cell(cell: Cell, client: Client, command: Sequence[str], timeout_s: float) -> Record:
+def run_cell(cell: Cell, client: Client, command: Sequence[str], timeout_s: float, http: httpx.Client) -> Record:
     """Warm the deployment up, run the client, and leave a record.
 
     Raises ``PeerError`` where requests fail or the client does, saying why; then there is no record.
@@ -117,7 +118,7 @@ def run_cell(cell: Cell, client: Client, command: Sequence[str], timeout_s: floa
     attempt = 1 + sum(1 for _ in cell.directory.glob("attempt-*"))
     directory = cell.directory / f"attempt-{attempt}"
     directory.mkdir()
-    warm_up(cell.endpoint, cell.parameters)
+    warm_up(http, cell.endpoint, cell.parameters)
     load = cell.load(attempt)
     words = (*command, *client.options(load, directory))
     log = directory / "client.log"
@@ -135,20 +136,20 @@ def run_cell(cell: Cell, client: Client, command: Sequence[str], timeout_s: floa
     return record
 
 
-def warm_up(endpoint: Endpoint, parameters: Parameters) -> None:
+def warm_up(http: httpx.Client, endpoint: Endpoint, parameters: Parameters) -> None:
     """Send the first requests, which pay for handshakes and compilation, and must not be measured.
 
     Their prompts have as many characters as a measured one has tokens, thus no more tokens.
     """
-    num_at_once = min(parameters.warmups, parameters.concurrency)
+    num_at_once = min(parameters.warmups, parameters.concurrency, _MAX_WARMUP_THREADS)
     if num_at_once == 0:
         return
-    with httpx.Client(timeout=600) as client, ThreadPoolExecutor(num_at_once) as pool:
+    with ThreadPoolExecutor(num_at_once) as pool:
 
         def send(number: int) -> None:
             prompt = text_of(parameters.input_len, salt=number)
             model = {"model": endpoint.model}
-            complete(client, endpoint.url, prompt, max_tokens=parameters.output_len, extra=model)
+            complete(http, endpoint.url, prompt, max_tokens=parameters.output_len, extra=model)
 
         try:
             list(pool.map(send, range(parameters.warmups)))

@@ -86,11 +86,11 @@ def _convert(fields: object, where: str) -> Deployment:
         raise ConfigError(f"{where}: {error}; known settings: {known}") from error
 
 
-def ask_endpoint(client: httpx.Client, name: str, deployment: Deployment) -> Endpoint:
+def ask_endpoint(http: httpx.Client, name: str, deployment: Deployment) -> Endpoint:
     """What the deployment serves. Raises ``PeerError`` where it does not say, ``ConfigError`` where one must choose."""
     url = f"{deployment.base}/v1/models"
     try:
-        answer = client.get(url)
+        answer = http.get(url, timeout=10)
         answer.raise_for_status()
         served = _read_models(answer.json())
     except (httpx.HTTPError, ValueError) as error:

@@ -101,30 +101,30 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def compare_endpoints(
-    endpoints: Sequence[Endpoint], reference: Endpoint, prompts: Sequence[str], output_len: int
+    http: httpx.Client, endpoints: Sequence[Endpoint], reference: Endpoint, prompts: Sequence[str], output_len: int
 ) -> list[Outcome]:
     """Every prompt through the reference, then through the others. What fails is an outcome, not an exception."""
+
+    def ask(endpoint: Endpoint, prompt: str) -> Answer:
+        model = {"model": endpoint.model}
+        try:
+            return complete(http, endpoint.url, prompt, max_tokens=output_len, extra=model)
+        except httpx.HTTPError as error:
+            raise PeerError(f"{endpoint.url}: {error or type(error).__name__}") from error
+
     outcomes = []
-    with httpx.Client(timeout=600) as client:
-
-        def ask(endpoint: Endpoint, prompt: str) -> Answer:
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            expected = ask(reference, prompt)
+        except PeerError as error:
+            outcomes += [Outcome(endpoint.name, number, None, str(error)) for endpoint in endpoints]
+            continue
+        for endpoint in endpoints:
             try:
-                return complete(client, endpoint.url, prompt, max_tokens=output_len, extra={"model": endpoint.model})
-            except httpx.HTTPError as error:
-                raise PeerError(f"{endpoint.url}: {error or type(error).__name__}") from error
-
-        for number, prompt in enumerate(prompts, 1):
-            try:
-                expected = ask(reference, prompt)
+                comparison = compare_answers(ask(endpoint, prompt), expected)
+                outcomes.append(Outcome(endpoint.name, number, comparison))
             except PeerError as error:
-                outcomes += [Outcome(endpoint.name, number, None, str(error)) for endpoint in endpoints]
-                continue
-            for endpoint in endpoints:
-                try:
-                    comparison = compare_answers(ask(endpoint, prompt), expected)
-                    outcomes.append(Outcome(endpoint.name, number, comparison))
-                except PeerError as error:
-                    outcomes.append(Outcome(endpoint.name, number, None, str(error)))
+                outcomes.append(Outcome(endpoint.name, number, None, str(error)))
     return outcomes
 
 

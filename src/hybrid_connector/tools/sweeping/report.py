@@ -187,9 +187,8 @@ def _draw_frontiers(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) 
     axes.set_xlabel("generated tokens/s per user (1 / median time per output token)")
     axes.set_ylabel("total tokens/s per GPU (prompts and answers)")
     axes.set_title("Pareto curves; numbers: concurrency, hollow: beaten by its own curve", fontsize="medium")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.margins(0.08)
+    axes.set_xlim(0, 1.1 * max(row.per_user for row in rows))
+    axes.set_ylim(0, 1.1 * max(row.total_per_gpu for row in rows))
     axes.grid(visible=True, alpha=0.25)
     axes.legend()
 
@@ -197,6 +196,7 @@ def _draw_frontiers(axes: Any, rows: Sequence[Row], colours: Mapping[str, str]) 
 def _draw_times(
     axes: Any, rows: Sequence[Row], colours: Mapping[str, str], metric: str, percentiles: Sequence[float]
 ) -> None:
+    highest = 0.0
     for name, colour in colours.items():
         own = sorted((row for row in rows if row.name == name), key=lambda row: row.concurrency)
         for number, percentile in enumerate(percentiles):
@@ -204,16 +204,19 @@ def _draw_times(
             times = [row.as_document()[column] for row in own]
             line = _LINES[number % len(_LINES)]
             users = [row.concurrency for row in own]
-            axes.plot(users, times, f".{line}", color=colour, label=f"{name} {label(percentile)}")
+            axes.plot(users, times, f".{line}", color=colour)
+            highest = max(highest, *times)
     users = sorted({row.concurrency for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(users, [str(number) for number in users])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.3 * highest)
     axes.set_xlabel("concurrency")
     axes.set_ylabel(f"{metric.upper()}, ms")
     axes.grid(visible=True, alpha=0.25)
-    axes.legend(fontsize="x-small", ncols=len(colours), handlelength=3.5)
+    for number, percentile in enumerate(percentiles):
+        axes.plot([], [], _LINES[number % len(_LINES)], color="0.3", label=label(percentile))
+    axes.legend(loc="upper left", fontsize="small", ncols=len(percentiles), handlelength=3)
 
 
 _STYLE = """
@@ -251,8 +254,7 @@ def make_page(rows: Sequence[Row], picture: bytes) -> str:
 </head>
 <body>
 <h1>Throughput and latency</h1>
-<p>{title}</p>
-<img alt="Pareto curves, times to first token and per output token" src="data:image/png;base64,{data}">
+<img alt="{title}: Pareto curves, times to first token and per output token" src="data:image/png;base64,{data}">
 <div>
 <table>
 <thead><tr>{head}</tr></thead>
