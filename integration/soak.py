@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_connector.core.errors import PeerError
-from hybrid_connector.tools.completions import Answer, agree, complete
-from hybrid_connector.tools.demo import MAX_TIE_NATS
+from hybrid_connector.tools.completions import MAX_TIE_NATS, Answer, agree, complete
 from hybrid_connector.tools.servers import free_ports
 
 from engines import MODEL_NAME, Engine, Fleet
