@@ -38,7 +38,7 @@ lint: env        ## ruff and mypy --strict
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu docker/Dockerfile.router
 
 unit: env        ## tests/: no vLLM, no NIXL, under a minute
-	$(BIN)/python -m pytest tests -q -n auto
+	$(BIN)/python -m pytest tests -q
 
 integration: env ## integration/: real NIXL, real vLLM engines, the real router
 	$(BIN)/python -m pytest integration -q

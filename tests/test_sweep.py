@@ -26,6 +26,7 @@ from hybrid_connector.tools.sweeping.deployments import Deployment, Endpoint, pa
 from hybrid_connector.tools.sweeping.frontier import frontier
 from hybrid_connector.tools.sweeping.parity import compare_answers, make_prompts
 from hybrid_connector.tools.sweeping.report import make_page, make_rows, write_csv
+
 from stand_ins import CLIENT, serve_completions
 
 SCRIPT = Path(sys.executable).parent / "hybrid-connector"
