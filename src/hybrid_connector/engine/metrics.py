@@ -15,7 +15,7 @@ _MIB = 2**20
 @dataclass
 class HybridConnectorStats(KVConnectorStats):
     """Sums by name: ``loads``, ``failed_loads``, ``num_descriptors``, ``post_s``, ``transfer_s``, ``bytes_<kind>``,
-    ``verified_loads``, ``failed_verifications``.
+    ``read_bytes_direct``, ``read_bytes_staged``, ``verified_loads``, ``failed_verifications``.
 
     One load is one rank's share of one request.
     """
@@ -40,6 +40,8 @@ class HybridConnectorStats(KVConnectorStats):
         self._add("transfer_s", load.transfer_s)
         for kind, num_bytes in load.kind_bytes:
             self._add(f"bytes_{kind}", num_bytes)
+        self._add("read_bytes_direct", load.direct_bytes)
+        self._add("read_bytes_staged", load.staged_bytes)
 
     def aggregate(self, other: KVConnectorStats) -> "HybridConnectorStats":
         for name, value in other.data.items():
@@ -53,6 +55,8 @@ class HybridConnectorStats(KVConnectorStats):
         for name, value in sorted(self.data.items()):
             if name.startswith("bytes_"):
                 line[f"MiB {name.removeprefix('bytes_')}"] = round(value / _MIB, 3)
+        if staged := self.data.get("read_bytes_staged"):
+            line["MiB staged"] = round(staged / _MIB, 3)
         for name, text in (("verified_loads", "Verified loads"), ("failed_verifications", "Failed verifications")):
             if name in self.data:
                 line[text] = self.data[name]
@@ -84,7 +88,6 @@ class HybridConnectorPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            if name.startswith("bytes_"):
-                self._counters["bytes_"].labels(*labels, name.removeprefix("bytes_")).inc(value)
-            else:
-                self._counters[name].labels(*labels).inc(value)
+            stat = next((stat for stat in ("bytes_", "read_bytes_") if name.startswith(stat)), name)
+            rest = [name.removeprefix(stat)] if stat != name else []
+            self._counters[stat].labels(*labels, *rest).inc(value)

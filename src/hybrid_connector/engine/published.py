@@ -56,4 +56,11 @@ METRICS = (
     Metric("post_s", "post_seconds", "counter", "Seconds from a load's order until its last read was posted."),
     Metric("transfer_s", "transfer_seconds", "counter", "Seconds from there until its last byte."),
     Metric("bytes_", "bytes", "counter", "Bytes of state loaded, by kind.", labels=("kind",)),
+    Metric(
+        "read_bytes_",
+        "read_bytes",
+        "counter",
+        "Bytes read from P: direct into place, or staged as whole pages, which hold more than is wanted.",
+        labels=("way",),
+    ),
 )

@@ -2,7 +2,7 @@
 
 1. ``Cost``: seconds of a read from its descriptors and bytes; ``DEFAULTS`` by transport, ``SCATTER`` by memory.
 2. ``Estimate``: a cost fitted to the transfers that completed with one peer.
-3. ``cheapest``: *direct* runs, or *staged* whole pages and a local scatter.
+3. ``cheapest``: *direct* runs, or *staged* whole pages and a local scatter; ``choose`` for what a request reads.
 
 A straight line is enough for the choice, not for the last per cent: NIXL merges neighbours, and pieces from about
 1 MiB on move faster than short ones by more than their descriptors cost.
@@ -11,12 +11,16 @@ A straight line is enough for the choice, not for the last per cent: NIXL merges
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_connector.core.errors import ConfigError
+from hybrid_connector.transport.binding import BoundPart
+
+Staging = Literal["auto", "never", "always"]
+"""Whether whole pages are read where that is cheaper, never, or wherever pages can be read whole."""
 
 _FACTOR = 1000.0
 """How far a fitted figure may be from the one it started with, up or down."""
@@ -84,6 +88,9 @@ DEFAULTS: Mapping[str, Cost] = {
 measured, nine tenths of the line rate of one 400 Gb/s port.
 """
 
+START: Mapping[str, str] = {"VRAM": "cuda_ipc", "DRAM": "shared_memory"}
+"""The transport whose figures an estimate starts with where nobody names one, by memory: both engines on one host."""
+
 SCATTER: Mapping[str, Cost] = {"VRAM": Cost(20e-6, 0.0, 450e9), "DRAM": Cost(5e-6, 0.05e-6, 14e9)}
 """Of bringing staged runs to their places, by memory; bytes count once, as useful bytes. Measured as above: 184 MiB in
 0.45 ms on an H200.
@@ -131,6 +138,39 @@ def cheapest(direct: Read, staged: Read | None, transfer: Cost, scatter: Cost) -
         transfer.seconds(staged.num_descriptors, staged.num_bytes)
         + scatter.seconds(direct.num_descriptors, direct.num_bytes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A part of a request's reads, both ways. ``staged``: ``None`` where whole pages are no fewer, or none are read."""
+
+    direct: Read
+    staged: Read | None
+    choice: Choice
+    is_staged: bool
+
+
+def choose(part: BoundPart, transfer: Cost, scatter: Cost, staging: Staging = "auto") -> Weighed:
+    """How ``part`` is read: the engine does what this says, and ``explain`` prints it."""
+    direct = Read(len(part.copies), part.copies.total_bytes)
+    pages = part.pages() if staging != "never" else None
+    staged = None if pages is None else Read(len(pages), pages.total_bytes)
+    if staging != "always" and staged is not None and staged.num_descriptors >= direct.num_descriptors:
+        staged = None
+    choice = cheapest(direct, staged, transfer, scatter)
+    return Weighed(direct, staged, choice, staged is not None and (staging == "always" or choice.is_staged))
+
+
+def is_staged(part: BoundPart, transfer: Cost, scatter: Cost, staging: Staging = "auto") -> bool:
+    """What ``choose`` says, without counting pages where no number of them could be cheaper: the engine's short cut.
+
+    Whole pages save descriptors at most, and cost a scatter at least.
+    """
+    direct = Read(len(part.copies), part.copies.total_bytes)
+    saved_s = direct.num_descriptors * transfer.per_descriptor_s
+    if staging == "auto" and saved_s <= scatter.seconds(direct.num_descriptors, direct.num_bytes):
+        return False
+    return choose(part, transfer, scatter, staging).is_staged
 
 
 Floats = NDArray[np.float64]

@@ -1,0 +1,298 @@
+"""In which order is what D's requests need read, and how much of it at a time?
+
+1. A ``Job`` is one request: direct runs in pieces, and chunks of whole pages that go through the staging area.
+2. ``Reads`` posts them in turn, a piece of each job at a time, up to a bound per P engine; the rest waits.
+3. A chunk that has arrived is scattered once the job's mark has passed; its slot is free when the scatter has ended.
+
+``advance`` does what can be done now and never waits: what it posts per call is bounded too. Where no slot comes free
+for a while, because a peer stands still, the chunk's runs are read directly.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybrid_connector.core.errors import HybridConnectorError
+from hybrid_connector.engine.ordering import Mark
+from hybrid_connector.transport.base import Region, Transfer, TransferState, Transport
+from hybrid_connector.transport.binding import Binder, BoundCopies
+from hybrid_connector.transport.cost import Cost, Estimate
+from hybrid_connector.transport.scatter import ScatterJob
+from hybrid_connector.transport.staging import Chunk, Slot, StagingArea
+from hybrid_connector.wire.manifest import EngineManifest
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+MAX_BYTES_IN_FLIGHT = 1 << 30
+"""From one P engine, unless a single piece is more. At 100 GB/s that is 10 ms: about what passes between two polls."""
+MAX_READS_IN_FLIGHT = 64
+"""From one P engine."""
+MAX_PIECE_BYTES = 128 << 20
+MAX_PIECE_DESCRIPTORS = 4096
+"""A direct read is cut, between runs, where it is longer: between the pieces others have their turn."""
+POST_S = 2e-3
+"""After so long in one ``advance`` the rest is posted with the next: the engine's step goes on meanwhile."""
+PATIENCE_S = 0.1
+"""How long a chunk waits for a slot before its runs are read directly."""
+SEEN_WITHIN = 0.2
+"""A read tells the cost model something if its end was noticed within this share of the time it took."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A P engine this rank reads from; its ranks are added to the transport with each read."""
+
+    manifest: EngineManifest
+    binder: Binder
+    start: Cost
+    handles: dict[int, str] = field(default_factory=dict)
+    estimates: dict[int, Estimate] = field(default_factory=dict)
+    is_gone: bool = False
+    num_reads: int = 0
+    num_bytes: int = 0
+
+    def estimate(self, src_rank: int) -> Estimate:
+        """What reads from one of its ranks cost."""
+        return self.estimates.setdefault(src_rank, Estimate(self.start, window=64, half_life=32))
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a read of that size may be posted now."""
+        return self.num_reads == 0 or (
+            self.num_reads < MAX_READS_IN_FLIGHT and self.num_bytes + num_bytes <= MAX_BYTES_IN_FLIGHT
+        )
+
+
+@dataclass(slots=True)
+class _Running:
+    """A read under way, or a chunk that is being scattered. ``looked_at``: when it was last seen pending."""
+
+    read: Transfer
+    src_rank: int
+    posted_at: float
+    looked_at: float
+    chunk: Chunk | None = None
+    slot: Slot | None = None
+    has_landed: bool = False
+    scatter: ScatterJob | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """The reads of one request. It has ended when nothing waits and nothing runs.
+
+    ``pieces`` and ``chunks``: what waits, to be read directly and through the staging area. ``mark``: no byte of the
+    caches is written before it has passed.
+    """
+
+    peer: Peer
+    mark: Mark
+    pieces: deque[BoundCopies] = field(default_factory=deque)
+    chunks: deque[Chunk] = field(default_factory=deque)
+    running: list[_Running] = field(default_factory=list)
+    posted_at: float | None = None
+    ended_at: float | None = None
+    starved_since: float | None = None
+    num_descriptors: int = 0
+    direct_bytes: int = 0
+    staged_bytes: int = 0
+    error: str | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.pieces or self.chunks)
+
+    def fail(self, reason: str) -> None:
+        """Post nothing more; what runs is waited for. The first reason is the one that is told."""
+        self.error = self.error or reason
+        self.pieces.clear()
+        self.chunks.clear()
+
+
+def cut_direct(copies: BoundCopies) -> list[BoundCopies]:
+    """The same runs in pieces of at most ``MAX_PIECE_DESCRIPTORS``, and of ``MAX_PIECE_BYTES`` but for single runs."""
+    if len(copies) <= MAX_PIECE_DESCRIPTORS and copies.total_bytes <= MAX_PIECE_BYTES:
+        return [copies]
+    ends = np.cumsum(copies.num_bytes)
+    pieces, first, done = [], 0, 0
+    while first < len(copies):
+        stop = int(np.searchsorted(ends, np.uint64(done + MAX_PIECE_BYTES), side="right"))
+        stop = min(max(stop, first + 1), first + MAX_PIECE_DESCRIPTORS)
+        part = slice(first, stop)
+        pieces.append(BoundCopies(copies.src_rank, copies.src[part], copies.dst[part], copies.num_bytes[part]))
+        first, done = stop, int(ends[stop - 1])
+    return pieces
+
+
+class Reads:
+    """The reads of one D rank."""
+
+    def __init__(self, region: Region, transport: Transport, staging: StagingArea | None, clock: Clock) -> None:
+        self._region = region
+        self._transport = transport
+        self._staging = staging
+        self._clock = clock
+        self._jobs: list[Job] = []
+        self._turns: deque[Job] = deque()
+
+    def add(self, job: Job) -> None:
+        """Read what ``job`` holds, in turn with the others."""
+        self._jobs.append(job)
+        self._turns.append(job)
+
+    def advance(self) -> None:
+        """Post what may be posted, scatter what has landed, notice what has ended."""
+        deadline = self._clock() + POST_S
+        while True:
+            has_posted = self._post(deadline)
+            self._poll()
+            if not has_posted or self._clock() >= deadline:
+                return
+
+    def drain(self) -> int:
+        """Notice what has ended, post and scatter nothing more; returns how many jobs may still write."""
+        for job in self._jobs:
+            job.fail("the engine shuts down")
+        self._poll()
+        return sum(bool(job.running) for job in self._jobs)
+
+    # Posting.
+
+    def _post(self, deadline: float) -> bool:
+        """Give every job its turn, again and again until nothing more may be posted now; whether anything was."""
+        has_posted, refused = False, 0
+        while refused < len(self._turns):
+            job = self._turns.popleft()
+            if job.is_waiting and job.peer.is_gone:
+                job.fail(f"engine {job.peer.manifest.engine_id} restarted before the read was posted")
+            is_posted = self._post_chunk(job) or self._post_direct(job)
+            if job.is_waiting:
+                self._turns.append(job)
+            refused = 0 if is_posted else refused + job.is_waiting
+            has_posted = has_posted or is_posted
+            if is_posted and self._clock() >= deadline:
+                break
+        return has_posted
+
+    def _post_chunk(self, job: Job) -> bool:
+        """Post the next chunk if there is room; whether it was posted, or cost the job its life.
+
+        It is read into the staging area, so it need not wait for those who write the caches.
+        """
+        if not job.chunks or not job.peer.has_room(job.chunks[0].num_bytes):
+            return False
+        assert self._staging is not None
+        slot = self._staging.take(job.chunks[0].num_bytes)
+        if slot is not None:
+            job.starved_since = None
+            self._try(job, job.chunks.popleft(), slot)
+            return True
+        if job.starved_since is None:
+            job.starved_since = self._clock()
+        elif self._clock() - job.starved_since >= PATIENCE_S:
+            job.pieces.append(job.chunks.popleft().direct())
+        return False
+
+    def _post_direct(self, job: Job) -> bool:
+        """Post the next piece if there is room and its blocks are free; whether it was, or cost the job its life."""
+        if not job.pieces or not job.mark.has_passed() or not job.peer.has_room(job.pieces[0].total_bytes):
+            return False
+        self._try(job, job.pieces.popleft(), None)
+        return True
+
+    def _try(self, job: Job, piece: BoundCopies | Chunk, slot: Slot | None) -> None:
+        try:
+            self._start(job, piece, slot)
+        except (HybridConnectorError, ValueError) as error:
+            if slot is not None:
+                self._give_back(slot)
+            job.fail(str(error))
+        if not job.is_waiting:
+            job.posted_at = self._clock()
+
+    def _start(self, job: Job, piece: BoundCopies | Chunk, slot: Slot | None) -> None:
+        began = self._clock()
+        local = self._region
+        if isinstance(piece, Chunk):
+            assert self._staging is not None
+            assert self._staging.scatter is not None
+            assert slot is not None
+            local = self._staging.scatter.region
+            copies = piece.into(local.address + slot.offset)
+        else:
+            copies = piece
+        remote = job.peer.manifest.ranks[copies.src_rank]
+        # Each time: cheap for a known peer, and after a failed read it is what connects again.
+        handle = job.peer.handles[copies.src_rank] = self._transport.add_peer(remote.identity)
+        region = Region(remote.region_address, remote.layout.region_bytes, remote.memory, remote.device)
+        read = self._transport.read(handle, copies, local, region)
+        chunk = piece if isinstance(piece, Chunk) else None
+        running = _Running(read, copies.src_rank, began, self._clock(), chunk, slot)
+        job.running.append(running)
+        job.num_descriptors += read.num_descriptors
+        if chunk is None:
+            job.direct_bytes += read.num_bytes
+        else:
+            job.staged_bytes += read.num_bytes
+        job.peer.num_reads += 1
+        job.peer.num_bytes += read.num_bytes
+
+    def _give_back(self, slot: Slot) -> None:
+        assert self._staging is not None
+        self._staging.give_back(slot)
+
+    # What runs.
+
+    def _poll(self) -> None:
+        for job in self._jobs:
+            job.running = [running for running in job.running if not self._has_ended(job, running)]
+            if not job.is_waiting and not job.running:
+                job.ended_at = self._clock()
+                job.posted_at = job.ended_at if job.posted_at is None else job.posted_at
+        self._jobs = [job for job in self._jobs if job.ended_at is None]
+
+    def _has_ended(self, job: Job, running: _Running) -> bool:
+        """Whether the read can write no more, and its scatter neither. An error of one does not end the others."""
+        if not running.has_landed:
+            state = running.read.poll()
+            if state is TransferState.PENDING:
+                running.looked_at = self._clock()
+                return False
+            running.has_landed = True
+            job.peer.num_reads -= 1
+            job.peer.num_bytes -= running.read.num_bytes
+            if state is TransferState.FAILED:
+                job.fail(running.read.error or "read failed")
+            else:
+                self._learn(job.peer, running)
+        if running.chunk is None or running.slot is None:
+            return True
+        if running.scatter is None and job.error is None:
+            if not job.mark.has_passed():
+                return False
+            self._scatter(job, running, running.chunk, running.slot)
+        if running.scatter is not None and not running.scatter.has_ended():
+            return False
+        self._give_back(running.slot)
+        return True
+
+    def _scatter(self, job: Job, running: _Running, chunk: Chunk, slot: Slot) -> None:
+        assert self._staging is not None
+        assert self._staging.scatter is not None
+        try:
+            running.scatter = self._staging.scatter.begin(
+                chunk.run_at + slot.offset, chunk.run_dst - self._region.address, chunk.run_bytes
+            )
+        except Exception as error:  # a device may have no memory left; that costs the request, not the engine
+            job.fail(f"what was staged cannot be scattered: {error}")
+
+    def _learn(self, peer: Peer, running: _Running) -> None:
+        """Note what a read took, unless it may have ended long before it was looked at."""
+        now = self._clock()
+        took = now - running.posted_at
+        if now - running.looked_at <= SEEN_WITHIN * took:
+            peer.estimate(running.src_rank).add(running.read.num_descriptors, running.read.num_bytes, took)
