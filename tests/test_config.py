@@ -90,8 +90,8 @@ def test_a_cost_is_a_transport_or_figures() -> None:
     assert decode_config({"cost": "tcp"}).start_cost == DEFAULTS["tcp"]
     assert decode_config({"cost": "30, 0.5, 45"}).start_cost == Cost.parse("30,0.5,45")
     problem = (
-        "kv_connector_extra_config: cost: expected one of cuda_ipc, rdma, shared_memory, tcp, or: expected three numbers, "
-        "microseconds, microseconds per descriptor and GB/s, as in 20,3.2,240; got 'fast'"
+        "kv_connector_extra_config: cost: expected one of cuda_ipc, rdma, shared_memory, tcp, or: "
+        "expected three numbers, microseconds, microseconds per descriptor and GB/s, as in 20,3.2,240; got 'fast'"
     )
     with refused(problem, ConfigError):
         decode_config({"cost": "fast"})

@@ -19,7 +19,7 @@ from hybrid_connector.transport.binding import Ints
 if TYPE_CHECKING:
     import torch
 
-ROW_BYTES = 1 << 14
+ROW_BYTES = 1 << 16
 """A run is copied in rows of at most so many bytes, each by one program."""
 _LONG_RUN_BYTES = 4096
 """From here on a copy of its own is faster on a host than gathering runs of one length."""
@@ -116,7 +116,10 @@ class Rows:
         run = np.repeat(np.arange(len(counts)), counts)
         done = (np.arange(len(run)) - (np.cumsum(counts) - counts)[run]) * ROW_BYTES
         row_bytes = np.minimum(num_bytes[run] - done, ROW_BYTES)
-        return cls(size, np.stack((src[run] + done, dst[run] + done, row_bytes), axis=1) // size)
+        table = np.empty((len(run), 3), np.int64)
+        for place, column in enumerate((src[run] + done, dst[run] + done, row_bytes)):
+            table[:, place] = column // size
+        return cls(size, table)
 
 
 class CudaScatter:

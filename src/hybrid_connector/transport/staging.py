@@ -77,35 +77,37 @@ def cut(parts: Sequence[BoundPart], chunk_bytes: int) -> tuple[Chunk, ...]:
     run_at = at[span] + src - spans.starts[span]
     if room.sum() <= chunk_bytes:
         return (Chunk(runs.src_rank, spans.starts, at, spans.num_bytes, src, run_at, dst, run_bytes),)
-    page, page_number, page_start, page_bytes = _split(at, spans.num_bytes, chunk_bytes)
-    run, run_number, run_start, run_bytes = _split(run_at, run_bytes, chunk_bytes)
+    page_number, *pages_in = _split(chunk_bytes, at, spans.num_bytes, spans.starts)
+    run_number, *runs_in = _split(chunk_bytes, run_at, run_bytes, src, dst)
+    numbers = np.unique(run_number)
+    page_bounds, run_bounds = (
+        list(zip(np.searchsorted(found, numbers), np.searchsorted(found, numbers, side="right"), strict=True))
+        for found in (page_number, run_number)
+    )
     chunks = []
-    for number in np.unique(run_number):
-        p, r = page_number == number, run_number == number
-        first = number * chunk_bytes
-        chunks.append(
-            Chunk(
-                runs.src_rank,
-                (spans.starts[page] + page_start - at[page])[p],
-                page_start[p] - first,
-                page_bytes[p],
-                (src[run] + run_start - run_at[run])[r],
-                run_start[r] - first,
-                (dst[run] + run_start - run_at[run])[r],
-                run_bytes[r],
-            )
-        )
+    for (p, p_stop), (r, r_stop) in zip(page_bounds, run_bounds, strict=True):
+        page_at, page_bytes, page_src = (column[p:p_stop] for column in pages_in)
+        run_at, run_bytes, run_src, run_dst = (column[r:r_stop] for column in runs_in)
+        chunks.append(Chunk(runs.src_rank, page_src, page_at, page_bytes, run_src, run_at, run_dst, run_bytes))
     return tuple(chunks)
 
 
-def _split(at: Ints, num_bytes: Ints, length: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Ranges cut where a multiple of ``length`` lies inside: number of the range, of the chunk, start and bytes."""
+def _split(length: int, at: Ints, num_bytes: Ints, *addresses: Ints) -> tuple[Ints, ...]:
+    """Ranges cut where a multiple of ``length`` lies inside, in order of the chunks that they are then in.
+
+    Returns the chunks' numbers, offsets in the chunk, bytes, and each of ``addresses`` moved along.
+    """
     first = at // length
     counts = (at + num_bytes - 1) // length - first + 1
     item = np.repeat(np.arange(len(at)), counts)
     number = first[item] + np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
-    start = np.maximum(at[item], number * length)
-    return item, number, start, np.minimum((at + num_bytes)[item], (number + 1) * length) - start
+    order = np.argsort(number, kind="stable")
+    item, number = item[order], number[order]
+    begins = at[item]
+    start = np.maximum(begins, number * length)
+    stop = np.minimum(begins + num_bytes[item], (number + 1) * length)
+    moved = start - begins
+    return number, start - number * length, stop - start, *(address[item] + moved for address in addresses)
 
 
 def _copies(rank: int, src: Ints, dst: Ints, num_bytes: Ints) -> BoundCopies:
