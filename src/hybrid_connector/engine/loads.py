@@ -20,7 +20,7 @@ from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.core.planning import plan_transfer
 from hybrid_connector.engine.exchange import LoadOrder, LoadRecord, ReadDigest
 from hybrid_connector.engine.ordering import ComputeStream, Mark
-from hybrid_connector.engine.reading import Clock, Job, Peer, Reads, cut_direct
+from hybrid_connector.engine.reading import Clock, Job, Limits, Peer, Reads, cut_direct
 from hybrid_connector.transport.base import Region, Transport
 from hybrid_connector.transport.binding import Binder, BoundPart, join_parts, kind_bytes
 from hybrid_connector.transport.cost import DEFAULTS, SCATTER, START, Cost, Staging, is_staged
@@ -66,6 +66,7 @@ class Loads:
         staging: StagingArea | None = None,
         use_staging: Staging = "auto",
         cost: Cost | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._layout = layout
         self._region = region
@@ -82,7 +83,8 @@ class Loads:
         self._use_staging: Staging = use_staging
         self._cost = cost or DEFAULTS[START[region.memory]]
         self._scatter_cost = SCATTER[region.memory]
-        self._reads = Reads(region, transport, staging, clock)
+        self._limits = limits or Limits()
+        self._reads = Reads(region, transport, staging, clock, self._limits)
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -192,14 +194,14 @@ class Loads:
         """Give ``job`` what it reads from one P rank, each part the way the cost model says."""
         staging = self._staging
         if staging is None or staging.scatter is None:
-            job.pieces.extend(cut_direct(join_parts(parts)))
+            job.pieces.extend(cut_direct(join_parts(parts), self._limits))
             return
         transfer = job.peer.estimate(parts[0].copies.src_rank).cost
         ways = [is_staged(part, transfer, self._scatter_cost, self._use_staging) for part in parts]
         if staged := list(compress(parts, ways)):
             job.chunks.extend(cut(staged, staging.chunk_bytes))
         if direct := [part for part, way in zip(parts, ways, strict=True) if not way]:
-            job.pieces.extend(cut_direct(join_parts(direct)))
+            job.pieces.extend(cut_direct(join_parts(direct), self._limits))
 
     def _has_ended(self, load: _Load) -> bool:
         """Whether nothing of the load can write any more, and nobody else what it was to fill."""

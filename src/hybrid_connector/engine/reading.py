@@ -28,17 +28,26 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-MAX_BYTES_IN_FLIGHT = 1 << 30
-"""From one P engine, unless a single piece is more. At 100 GB/s that is 10 ms: about what passes between two polls."""
-MAX_READS_IN_FLIGHT = 64
-"""From one P engine."""
-MAX_PIECE_BYTES = 128 << 20
-MAX_PIECE_DESCRIPTORS = 4096
-"""A direct read is cut, between runs, where it is longer: between the pieces others have their turn."""
-POST_S = 2e-3
-"""After so long in one ``advance`` the rest is posted with the next: the engine's step goes on meanwhile."""
-PATIENCE_S = 0.1
-"""How long a chunk waits for a slot before its runs are read directly."""
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is done at a time.
+
+    ``in_flight_*``: from one P engine, unless a single piece is more. 1 GiB lasts 10 ms at 100 GB/s, about as long as
+    an engine takes from one poll to the next.
+    ``piece_*``: a direct read is cut, between runs, where it is longer; between pieces others have their turn.
+    ``post_s``: after so long in one ``advance`` the rest is posted with the next; the engine's step goes on meanwhile.
+    ``patience_s``: how long a chunk waits for a slot before its runs are read directly.
+    """
+
+    in_flight_bytes: int = 1 << 30
+    in_flight_reads: int = 64
+    piece_bytes: int = 128 << 20
+    piece_descriptors: int = 4096
+    post_s: float = 2e-3
+    patience_s: float = 0.1
+
+
 SEEN_WITHIN = 0.2
 """A read tells the cost model something if its end was noticed within this share of the time it took."""
 
@@ -60,10 +69,10 @@ class Peer:
         """What reads from one of its ranks cost."""
         return self.estimates.setdefault(src_rank, Estimate(self.start, window=64, half_life=32))
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_room(self, num_bytes: int, limits: Limits) -> bool:
         """Whether a read of that size may be posted now."""
         return self.num_reads == 0 or (
-            self.num_reads < MAX_READS_IN_FLIGHT and self.num_bytes + num_bytes <= MAX_BYTES_IN_FLIGHT
+            self.num_reads < limits.in_flight_reads and self.num_bytes + num_bytes <= limits.in_flight_bytes
         )
 
 
@@ -113,29 +122,32 @@ class Job:
         self.chunks.clear()
 
 
-def cut_direct(copies: BoundCopies) -> list[BoundCopies]:
-    """The same runs in pieces of at most ``MAX_PIECE_DESCRIPTORS``, and of ``MAX_PIECE_BYTES`` but for single runs."""
-    if len(copies) <= MAX_PIECE_DESCRIPTORS and copies.total_bytes <= MAX_PIECE_BYTES:
+def cut_direct(copies: BoundCopies, limits: Limits) -> list[BoundCopies]:
+    """The same runs in pieces as long as ``limits`` allows; a single run may be longer."""
+    if len(copies) <= limits.piece_descriptors and copies.total_bytes <= limits.piece_bytes:
         return [copies]
     ends = np.cumsum(copies.num_bytes)
     pieces, first, done = [], 0, 0
     while first < len(copies):
-        stop = int(np.searchsorted(ends, np.uint64(done + MAX_PIECE_BYTES), side="right"))
-        stop = min(max(stop, first + 1), first + MAX_PIECE_DESCRIPTORS)
+        stop = int(np.searchsorted(ends, np.uint64(done + limits.piece_bytes), side="right"))
+        stop = min(max(stop, first + 1), first + limits.piece_descriptors)
         part = slice(first, stop)
         pieces.append(BoundCopies(copies.src_rank, copies.src[part], copies.dst[part], copies.num_bytes[part]))
-        first, done = stop, int(ends[stop - 1])
+        first, done = stop, int(ends[min(stop, len(copies)) - 1])
     return pieces
 
 
 class Reads:
     """The reads of one D rank."""
 
-    def __init__(self, region: Region, transport: Transport, staging: StagingArea | None, clock: Clock) -> None:
+    def __init__(
+        self, region: Region, transport: Transport, staging: StagingArea | None, clock: Clock, limits: Limits
+    ) -> None:
         self._region = region
         self._transport = transport
         self._staging = staging
         self._clock = clock
+        self._limits = limits
         self._jobs: list[Job] = []
         self._turns: deque[Job] = deque()
 
@@ -146,12 +158,12 @@ class Reads:
 
     def advance(self) -> None:
         """Post what may be posted, scatter what has landed, notice what has ended."""
-        deadline = self._clock() + POST_S
-        while True:
-            has_posted = self._post(deadline)
+        deadline = self._clock() + self._limits.post_s
+        self._poll()
+        while self._post(deadline):
             self._poll()
-            if not has_posted or self._clock() >= deadline:
-                return
+            if self._clock() >= deadline:
+                break
 
     def drain(self) -> int:
         """Notice what has ended, post and scatter nothing more; returns how many jobs may still write."""
@@ -183,7 +195,7 @@ class Reads:
 
         It is read into the staging area, so it need not wait for those who write the caches.
         """
-        if not job.chunks or not job.peer.has_room(job.chunks[0].num_bytes):
+        if not job.chunks or not job.peer.has_room(job.chunks[0].num_bytes, self._limits):
             return False
         assert self._staging is not None
         slot = self._staging.take(job.chunks[0].num_bytes)
@@ -193,13 +205,17 @@ class Reads:
             return True
         if job.starved_since is None:
             job.starved_since = self._clock()
-        elif self._clock() - job.starved_since >= PATIENCE_S:
+        elif self._clock() - job.starved_since >= self._limits.patience_s:
             job.pieces.append(job.chunks.popleft().direct())
         return False
 
     def _post_direct(self, job: Job) -> bool:
         """Post the next piece if there is room and its blocks are free; whether it was, or cost the job its life."""
-        if not job.pieces or not job.mark.has_passed() or not job.peer.has_room(job.pieces[0].total_bytes):
+        if (
+            not job.pieces
+            or not job.mark.has_passed()
+            or not job.peer.has_room(job.pieces[0].total_bytes, self._limits)
+        ):
             return False
         self._try(job, job.pieces.popleft(), None)
         return True
