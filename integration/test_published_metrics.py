@@ -28,8 +28,11 @@ def test_what_an_engine_publishes_is_the_table():
     )
     stats = HybridConnectorStats()
     kinds = (("attention", 10), ("conv", 20), ("temporal", 30))
-    stats.record(LoadRecord("r", 0, kind_bytes=kinds, num_descriptors=3, post_s=0.5, transfer_s=0.25))
+    times = {"post_s": 0.5, "transfer_s": 0.25}
+    stats.record(LoadRecord("r", 0, kind_bytes=kinds, num_descriptors=3, **times, direct_bytes=40, staged_bytes=50))
     stats.record(LoadRecord("s", 0, error="gone"))
+    stats.record(LoadRecord("r", 0, verified=True))
+    stats.record(LoadRecord("t", 0, error="another digest", verified=False))
     published.observe(stats.data)
 
     text = generate_latest(registry).decode()
@@ -39,6 +42,8 @@ def test_what_an_engine_publishes_is_the_table():
     for metric in METRICS:
         assert metric.text in text
     assert 'vllm:hybrid_connector_bytes_total{engine="0",kind="conv",model_name="m"} 20.0' in text
+    for way, num_bytes in (("direct", 40.0), ("staged", 50.0)):
+        assert f'vllm:hybrid_connector_read_bytes_total{{engine="0",model_name="m",way="{way}"}} {num_bytes}' in text
 
 
 def test_vllm_publishes_what_the_dashboard_asks_it_for(request):
