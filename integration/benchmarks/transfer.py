@@ -272,7 +272,7 @@ def main() -> int:
     process.start()
     theirs.close()
     if args.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[-1 if len(gpus) == 1 else 1]  # before this process makes use of CUDA
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[:2][-1]  # before this process makes use of CUDA
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "nixl": version("nixl"),
@@ -317,7 +317,8 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    return sorted(name[6:] for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
+    devices = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    return [str(number) for number in range(len(devices))]
 
 
 if __name__ == "__main__":

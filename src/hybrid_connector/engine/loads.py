@@ -23,7 +23,7 @@ from hybrid_connector.engine.ordering import ComputeStream, Mark
 from hybrid_connector.engine.reading import Clock, Job, Limits, Peer, Reads, cut_direct
 from hybrid_connector.transport.base import Region, Transport
 from hybrid_connector.transport.binding import Binder, BoundPart, join_parts, kind_bytes
-from hybrid_connector.transport.cost import DEFAULTS, SCATTER, START, Cost, Staging, is_staged
+from hybrid_connector.transport.cost import DEFAULTS, START, Cost, Staging, is_staged
 from hybrid_connector.transport.digest import Digester, DigestJob, HostDigester, PairedRuns, run_lists
 from hybrid_connector.transport.staging import StagingArea, cut
 from hybrid_connector.wire.manifest import EngineManifest
@@ -82,7 +82,6 @@ class Loads:
         self._staging = staging
         self._use_staging: Staging = use_staging
         self._cost = cost or DEFAULTS[START[region.memory]]
-        self._scatter_cost = SCATTER[region.memory]
         self._limits = limits or Limits()
         self._reads = Reads(region, transport, staging, clock, self._limits)
 
@@ -197,7 +196,8 @@ class Loads:
             job.pieces.extend(cut_direct(join_parts(parts), self._limits))
             return
         transfer = job.peer.estimate(parts[0].copies.src_rank).cost
-        ways = [is_staged(part, transfer, self._scatter_cost, self._use_staging) for part in parts]
+        scatter = self._reads.scatter_cost
+        ways = [is_staged(part, transfer, scatter, self._use_staging) for part in parts]
         if staged := list(compress(parts, ways)):
             job.chunks.extend(cut(staged, staging.chunk_bytes))
         if direct := [part for part, way in zip(parts, ways, strict=True) if not way]:

@@ -19,7 +19,7 @@ from hybrid_connector.core.errors import HybridConnectorError
 from hybrid_connector.engine.ordering import Mark
 from hybrid_connector.transport.base import Region, Transfer, TransferState, Transport
 from hybrid_connector.transport.binding import Binder, BoundCopies
-from hybrid_connector.transport.cost import Cost, Estimate
+from hybrid_connector.transport.cost import SCATTER, Cost, Estimate
 from hybrid_connector.transport.scatter import ScatterJob
 from hybrid_connector.transport.staging import Chunk, Slot, StagingArea
 from hybrid_connector.wire.manifest import EngineManifest
@@ -148,8 +148,14 @@ class Reads:
         self._staging = staging
         self._clock = clock
         self._limits = limits
+        self._scatter_cost = Estimate(SCATTER[region.memory], window=64, half_life=32)
         self._jobs: list[Job] = []
         self._turns: deque[Job] = deque()
+
+    @property
+    def scatter_cost(self) -> Cost:
+        """Of bringing staged runs to their places. A GPU's stays as it was: its end is seen too late to learn from."""
+        return self._scatter_cost.cost
 
     def add(self, job: Job) -> None:
         """Read what ``job`` holds, in turn with the others."""
@@ -299,10 +305,13 @@ class Reads:
     def _scatter(self, job: Job, running: _Running, chunk: Chunk, slot: Slot) -> None:
         assert self._staging is not None
         assert self._staging.scatter is not None
+        began = self._clock()
         try:
             running.scatter = self._staging.scatter.begin(
                 chunk.run_at + slot.offset, chunk.run_dst - self._region.address, chunk.run_bytes
             )
+            if running.scatter.has_ended():
+                self._scatter_cost.add(len(chunk.run_at), int(chunk.run_bytes.sum()), self._clock() - began)
         except Exception as error:  # a device may have no memory left; that costs the request, not the engine
             job.fail(f"what was staged cannot be scattered: {error}")
 
