@@ -36,9 +36,13 @@ def test_staged_bytes_arrive_and_are_counted(fleet, prefill_tp, decode_tp, stagi
         assert not fleet.compare(params, decode.model).differing
         for capture in fleet.captured(params).loaded:
             moved = capture.meta["moved"]
-            # One K/V head of two, or half of a state: nothing is the same page on both sides.
-            assert moved["staged_bytes"] >= sum(moved["kind_bytes"].values())
-            assert moved["direct_bytes"] == 0
+            # One K/V head of two, or half of a state: nothing is the same page on both sides. A chunk that waits long
+            # for room, as on a busy machine, is read directly.
+            if staging_bytes is None:
+                assert moved["staged_bytes"] >= sum(moved["kind_bytes"].values())
+                assert moved["direct_bytes"] == 0
+            assert moved["staged_bytes"] > 0
+            read["direct"] += moved["direct_bytes"]
             read["staged"] += moved["staged_bytes"]
     decode.wait_idle()
     assert bytes_read(decode) == read

@@ -2,7 +2,10 @@
 
 import dataclasses
 import itertools
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -617,7 +620,7 @@ def test_words_are_as_long_as_addresses_and_lengths_allow() -> None:
 def made_runs(seed: int, unit: int) -> tuple[Ints, Ints, Ints, int, int]:
     """Random runs of few and of many lengths, in random order on both sides."""
     rng = random.Random(seed)
-    lengths = [unit * rng.choice([1, 3, 7, 128, 2000, rng.randint(1, 5000)]) for _ in range(60)]
+    lengths = [unit * rng.choice([1, 3, 7, 128, 2000, 9000, rng.randint(1, 5000)]) for _ in range(60)]
     places = []
     for _ in range(2):
         order, start, at = rng.sample(range(60), 60), 0, {}
@@ -645,11 +648,16 @@ def test_runs_are_scattered_and_nothing_else(unit) -> None:
         assert np.array_equal(caches, want)
 
 
-@pytest.mark.parametrize("unit", [1, 2, 4, 8])
-def test_torch_scatters_the_same_rows(unit) -> None:
-    torch = pytest.importorskip("torch")
+def scatter_rows(unit: int, kernel: str) -> None:
+    """Runs cut into rows, by a kernel for GPUs on memory of the host, against `HostScatter`."""
+    import torch
+
     from hybrid_connector.transport.scatter import as_words, torch_copy_rows
 
+    if kernel == "triton":
+        from hybrid_connector.transport.scatter_kernel import copy_rows
+    else:
+        copy_rows = torch_copy_rows
     src, dst, num_bytes, src_size, dst_size = made_runs(unit, unit)
     caches = np.full(dst_size + 8, 0xEE, np.uint8)
     scatter = HostScatter(src_size, host_region(caches))
@@ -657,7 +665,30 @@ def test_torch_scatters_the_same_rows(unit) -> None:
     scatter.begin(src, dst, num_bytes)
     other = torch.full((dst_size + 8,), 0xEE, dtype=torch.uint8)
     rows = Rows.of(0, src, dst, num_bytes)
-    assert rows.word_bytes == unit or unit == 1
+    assert rows.word_bytes == unit
+    assert (len(rows.table) > 60) == (unit == 8)  # only there are runs longer than a row
     staged = torch.from_numpy(scatter._staged.copy())
-    torch_copy_rows(as_words(staged, rows.word_bytes), as_words(other, rows.word_bytes), torch.from_numpy(rows.table))
+    copy_rows(as_words(staged, unit), as_words(other, unit), torch.from_numpy(rows.table))
     assert np.array_equal(other.numpy(), caches)
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4, 8])
+def test_torch_scatters_the_same_rows(unit) -> None:
+    pytest.importorskip("torch")
+    scatter_rows(unit, "torch")
+
+
+def test_the_kernel_scatters_the_same_rows() -> None:
+    """In Triton's interpreter, which a process has or has not from its start."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    code = "import test_staging\nfor unit in (1, 2, 4, 8): test_staging.scatter_rows(unit, 'triton')"
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
