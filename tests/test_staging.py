@@ -15,7 +15,7 @@ from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.core.planning import plan_transfer
 from hybrid_connector.engine.exchange import LoadOrder, LoadRecord
 from hybrid_connector.engine.loads import Loads
-from hybrid_connector.engine.reading import SEEN_WITHIN, Limits
+from hybrid_connector.engine.reading import MIN_SEEN, SEEN_WITHIN, Limits
 from hybrid_connector.transport.base import Region, host_region
 from hybrid_connector.transport.binding import Binder, Ints, Spans
 from hybrid_connector.transport.cost import SCATTER, Cost, Staging, choose, is_staged
@@ -601,11 +601,28 @@ def test_an_engine_learns_from_reads_whose_end_it_saw() -> None:
             world.fabric.release()
             (record,) = world.poll()
         peer = world.loads[0]._peers["P", "first"]
-        assert (len(peer.estimate(0)) > 0) is learns
         assert 1 / 10 < SEEN_WITHIN < 1
+        assert (peer.cost(0) != peer.start) is learns
         if learns:
+            assert len(peer.estimates[0]) == 19  # the first read set up the connection
             read = record.num_descriptors // 2, (record.direct_bytes + record.staged_bytes) // 2  # of either rank
-            assert peer.estimate(0).cost.seconds(*read) == pytest.approx(1e-3, rel=0.3)
+            assert peer.cost(0).seconds(*read) == pytest.approx(1e-3, rel=0.3)
+
+
+def test_a_few_readings_and_the_first_after_a_failure_say_nothing() -> None:
+    world = World()
+    peer = world.loads[0]._peers["P", "first"]
+    for seen in range(MIN_SEEN + 2):
+        assert len(peer.estimates.get(0, ())) == max(0, seen - 1)
+        assert (peer.cost(0) != peer.start) is (seen > MIN_SEEN)
+        peer.note(0, 10, 1 << 20, 1e-3)
+    world.fabric.fail_next(peer="P.0")
+    world.start()
+    world.poll()
+    before = len(peer.estimates[0])
+    for _ in range(2):
+        peer.note(0, 10, 1 << 20, 1e-3)
+    assert len(peer.estimates[0]) == before + 1
 
 
 # Scatter.

@@ -195,7 +195,7 @@ class Loads:
         if staging is None or staging.scatter is None:
             job.pieces.extend(cut_direct(join_parts(parts), self._limits))
             return
-        transfer = job.peer.estimate(parts[0].copies.src_rank).cost
+        transfer = job.peer.cost(parts[0].copies.src_rank)
         scatter = self._reads.scatter_cost
         ways = [is_staged(part, transfer, scatter, self._use_staging) for part in parts]
         if staged := list(compress(parts, ways)):

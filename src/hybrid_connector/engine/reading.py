@@ -50,6 +50,8 @@ class Limits:
 
 SEEN_WITHIN = 0.2
 """A read tells the cost model something if its end was noticed within this share of the time it took."""
+MIN_SEEN = 8
+"""Fewer readings say too little beside the noise in them; until then the cost is the one to start with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,13 +63,25 @@ class Peer:
     start: Cost
     handles: dict[int, str] = field(default_factory=dict)
     estimates: dict[int, Estimate] = field(default_factory=dict)
+    connected: set[int] = field(default_factory=set)
     is_gone: bool = False
     num_reads: int = 0
     num_bytes: int = 0
 
-    def estimate(self, src_rank: int) -> Estimate:
+    def cost(self, src_rank: int) -> Cost:
         """What reads from one of its ranks cost."""
-        return self.estimates.setdefault(src_rank, Estimate(self.start, window=64, half_life=32))
+        estimate = self.estimates.get(src_rank)
+        return self.start if estimate is None or len(estimate) < MIN_SEEN else estimate.cost
+
+    def note(self, src_rank: int, num_descriptors: int, num_bytes: int, seconds: float | None) -> None:
+        """A read from that rank ended well, within ``seconds`` if that is known.
+
+        The first over a connection says nothing: it has set the connection up.
+        """
+        if src_rank in self.connected and seconds is not None:
+            estimate = self.estimates.setdefault(src_rank, Estimate(self.start, window=64, half_life=32))
+            estimate.add(num_descriptors, num_bytes, seconds)
+        self.connected.add(src_rank)
 
     def has_room(self, num_bytes: int, limits: Limits) -> bool:
         """Whether a read of that size may be posted now."""
@@ -155,7 +169,7 @@ class Reads:
     @property
     def scatter_cost(self) -> Cost:
         """Of bringing staged runs to their places. A GPU's stays as it was: its end is seen too late to learn from."""
-        return self._scatter_cost.cost
+        return self._scatter_cost.cost if len(self._scatter_cost) >= MIN_SEEN else SCATTER[self._region.memory]
 
     def add(self, job: Job) -> None:
         """Read what ``job`` holds, in turn with the others."""
@@ -288,6 +302,7 @@ class Reads:
             job.peer.num_reads -= 1
             job.peer.num_bytes -= running.read.num_bytes
             if state is TransferState.FAILED:
+                job.peer.connected.discard(running.src_rank)
                 job.fail(running.read.error or "read failed")
             else:
                 self._learn(job.peer, running)
@@ -319,5 +334,5 @@ class Reads:
         """Note what a read took, unless it may have ended long before it was looked at."""
         now = self._clock()
         took = now - running.posted_at
-        if now - running.looked_at <= SEEN_WITHIN * took:
-            peer.estimate(running.src_rank).add(running.read.num_descriptors, running.read.num_bytes, took)
+        is_known = now - running.looked_at <= SEEN_WITHIN * took
+        peer.note(running.src_rank, running.read.num_descriptors, running.read.num_bytes, took if is_known else None)
