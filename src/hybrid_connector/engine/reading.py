@@ -92,7 +92,10 @@ class Peer:
 
 @dataclass(slots=True)
 class _Running:
-    """A read under way, or a chunk that is being scattered. ``looked_at``: when it was last seen pending."""
+    """A read under way, or a chunk that is being scattered.
+
+    ``looked_at``: when the read was last seen pending; ``ended_at``: when it was first seen to have ended.
+    """
 
     read: Transfer
     src_rank: int
@@ -100,6 +103,7 @@ class _Running:
     looked_at: float
     chunk: Chunk | None = None
     slot: Slot | None = None
+    ended_at: float | None = None
     has_landed: bool = False
     scatter: ScatterJob | None = None
 
@@ -268,6 +272,7 @@ class Reads:
         read = self._transport.read(handle, copies, local, region)
         chunk = piece if isinstance(piece, Chunk) else None
         running = _Running(read, copies.src_rank, began, self._clock(), chunk, slot)
+        self._look(running)  # some transports read before they return; how long that took is known only now
         job.running.append(running)
         job.num_descriptors += read.num_descriptors
         if chunk is None:
@@ -294,14 +299,12 @@ class Reads:
     def _has_ended(self, job: Job, running: _Running) -> bool:
         """Whether the read can write no more, and its scatter neither. An error of one does not end the others."""
         if not running.has_landed:
-            state = running.read.poll()
-            if state is TransferState.PENDING:
-                running.looked_at = self._clock()
+            if not self._look(running):
                 return False
             running.has_landed = True
             job.peer.num_reads -= 1
             job.peer.num_bytes -= running.read.num_bytes
-            if state is TransferState.FAILED:
+            if running.read.poll() is TransferState.FAILED:
                 job.peer.connected.discard(running.src_rank)
                 job.fail(running.read.error or "read failed")
             else:
@@ -330,9 +333,18 @@ class Reads:
         except Exception as error:  # a device may have no memory left; that costs the request, not the engine
             job.fail(f"what was staged cannot be scattered: {error}")
 
+    def _look(self, running: _Running) -> bool:
+        """Whether the read has ended, noting the time."""
+        if running.ended_at is None:
+            if running.read.poll() is TransferState.PENDING:
+                running.looked_at = self._clock()
+            else:
+                running.ended_at = self._clock()
+        return running.ended_at is not None
+
     def _learn(self, peer: Peer, running: _Running) -> None:
         """Note what a read took, unless it may have ended long before it was looked at."""
-        now = self._clock()
-        took = now - running.posted_at
-        is_known = now - running.looked_at <= SEEN_WITHIN * took
+        assert running.ended_at is not None
+        took = running.ended_at - running.posted_at
+        is_known = running.ended_at - running.looked_at <= SEEN_WITHIN * took
         peer.note(running.src_rank, running.read.num_descriptors, running.read.num_bytes, took if is_known else None)
