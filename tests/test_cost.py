@@ -223,9 +223,9 @@ def test_a_tie_is_read_directly():
 
 
 def test_the_choice_turns_where_descriptors_outweigh_bytes():
-    """1 us a descriptor against twice the bytes at 80 GB/s: at 80 kB a run, the scatter aside."""
+    """1 us a descriptor against twice the bytes at 80 GB/s: a draw at 80 kB a run, a fifth cheaper at 53 kB."""
     scatter = Cost(0.0, 0.0, 1e300)
-    for run_bytes, staged in ((60_000, True), (100_000, False)):
+    for run_bytes, staged in ((50_000, True), (56_000, False), (100_000, False)):
         direct = Read(1000, 1000 * run_bytes)
         assert cheapest(direct, Read(1, 2 * direct.num_bytes), TRUE, scatter).is_staged == staged
 

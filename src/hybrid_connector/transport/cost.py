@@ -33,6 +33,9 @@ _TOLERANCE = 0.25
 
 _ROUNDS = 12
 
+MARGIN = 0.8
+"""Staged must be that much cheaper: the model is no better than this, and staging moves bytes that nobody wants."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -117,11 +120,11 @@ class Choice:
 
     @property
     def is_staged(self) -> bool:
-        return self.staged_s is not None and self.staged_s < self.direct_s
+        return self.staged_s is not None and self.staged_s < MARGIN * self.direct_s
 
     @property
     def seconds(self) -> float:
-        """Of the cheaper way."""
+        """Of the way that is chosen."""
         return self.staged_s if self.staged_s is not None and self.is_staged else self.direct_s
 
 
