@@ -12,7 +12,7 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend cpu)
 # Byte code pays: every vLLM process imports thousands of modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test lint unit docs integration sweep faults lock clean
+.PHONY: help env demo test lint unit docs integration sweep faults soak bench lock clean
 
 help:            ## this list
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -49,6 +49,10 @@ docs: env        ## the documentation into build/site; any warning fails
 
 faults: env      ## faults on real engines: what becomes of requests; ARGS=--without-guards shows that the bench can tell
 	$(BIN)/python integration/fault_bench.py $(ARGS)
+	$(BIN)/python integration/fuzz.py
+
+soak: env        ## 2,000 requests through router, P and D, aborts, a restart of P; then nothing may have grown
+	$(BIN)/python integration/soak.py $(ARGS)
 
 sweep: env       ## every family and geometry against a byte oracle, and the in-tree connector's arithmetic beside it
 	$(BIN)/python -m hybrid_connector.tools.sweep_geometry

@@ -8,6 +8,10 @@ import pytest
 from engines import Engine, Fleet
 
 
+def pytest_xdist_auto_num_workers():
+    return 0  # one fleet of engines for all tests, and one machine
+
+
 def pytest_collection_modifyitems(items):
     # Engines take seconds to start: a test that hangs must not take CI's time with it.
     for item in items:

@@ -37,6 +37,7 @@ class Engine:
     log: Path
     model: Path
     client: httpx.Client = field(repr=False)
+    side_port: int = 0
 
     def post(self, body: Mapping[str, Any]) -> httpx.Response:
         """A completion request, whatever comes of it."""
@@ -166,7 +167,8 @@ class Fleet:
                 spec = self.spec(name, **kwargs)
                 self._servers.add(spec)
                 model = self.model(kwargs.get("model", "hybrid"))
-                self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client)
+                side_port = int(spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+                self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client, side_port)
         self._servers.wait_ready()
         return {name: self._engines[name] for name in wanted}
 
@@ -175,9 +177,13 @@ class Fleet:
         del self._engines[engine.name]
         self._servers.kill(engine.name)
 
+    def pids(self, engine: Engine) -> tuple[int, ...]:
+        """All processes of an engine."""
+        return self._servers.pids(engine.name)
+
     def signal(self, engine: Engine, number: int) -> None:
         """Send a signal to all processes of an engine."""
-        for pid in self._servers.pids(engine.name):
+        for pid in self.pids(engine):
             os.kill(pid, number)
 
     def is_alive(self, engine: Engine) -> bool:
@@ -213,7 +219,7 @@ class Fleet:
 
     def captured(self, params: Mapping[str, Any]) -> Captured:
         """What both sides captured of one transfer."""
-        found = [c for c in read_captures(self.captures) if c.request_id == params["remote_request_id"]]
+        found = read_captures(self.captures, params["remote_request_id"])
         assert found, f"{params['remote_request_id']} was not captured on both sides"
         return found[0]
 

@@ -30,8 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_connector.core.errors import PeerError
-from hybrid_connector.tools.completions import Answer, agree
-from hybrid_connector.tools.demo import MAX_TIE_NATS
+from hybrid_connector.tools.completions import MAX_TIE_NATS, Answer, agree
 from hybrid_connector.tools.servers import ServerDiedError, free_ports
 
 from engines import MODEL_NAME, Engine, Fleet
@@ -407,11 +406,15 @@ def many_wait(pair: Pair) -> None:
 
 
 def cache_reset_and_pause(pair: Pair) -> None:
-    """P's operator resets its prefix cache, and pauses the engine, while a lease is out: a pause waits for it."""
-    for _ in range(2):
+    """P's operator resets caches, and pauses the engine, while a lease is out.
+
+    Resetting the prefix cache costs no lease; a reset that includes the connector (new weights) withdraws it; a pause
+    waits for it.
+    """
+    for external in (False, False, True):
         prompt = pair.prompt()
         params = pair.p.prefill(prompt)
-        reset_prefix_cache(pair.p)
+        reset_prefix_cache(pair.p, external)
         pair.overwrite_p()
         pair.ask(prompt, params)
     for mode in ("wait", "keep", "abort"):
@@ -426,8 +429,8 @@ def cache_reset_and_pause(pair: Pair) -> None:
     pair.serve()
 
 
-def reset_prefix_cache(engine: Engine) -> None:
-    engine.client.post(f"{engine.url}/reset_prefix_cache").raise_for_status()
+def reset_prefix_cache(engine: Engine, external: bool = False) -> None:
+    engine.client.post(f"{engine.url}/reset_prefix_cache", params={"reset_external": external}).raise_for_status()
 
 
 SAME_ID = {"engine_id": "the-same-id"}
@@ -450,6 +453,7 @@ FAULTS = (
         3,
         "a load ends with its last read",
         p={"tp": 2},
+        d={"config": {"staging": "never"}},  # what lands late in a staging area does no harm
     ),
     Fault("read slower than the grant", slow_reads, 3, 3, 0, "grants are renewed", p={"config": SHORT}),
     Fault(
@@ -532,7 +536,7 @@ FAULTS = (
         "digests are compared",
         d={"config": {"verify": "all"}},
     ),
-    Fault("prefix cache reset, engine paused", cache_reset_and_pause, 5, 7, 0, "blocks stay while leased"),
+    Fault("caches reset, engine paused", cache_reset_and_pause, 6, 7, 1, "blocks stay while leased"),
 )
 
 

@@ -122,6 +122,14 @@ def test_counters_of_a_real_transfer_are_what_plan_prints(fleet, kind, prefill_t
     )
     assert (explained.returncode, explained.stderr) == (0, "")
     assert read_manifest(fleet.directory / "p.json") == manifest
+    explained = subprocess.run(
+        [COMMAND, "explain", fleet.directory / "p.json", f"127.0.0.1:{decode.side_port}", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (explained.returncode, explained.stderr) == (0, "")
+    assert len(json.loads(explained.stdout)["ranks"]) == decode_tp
     fleet.stop(prefill, decode)
 
 

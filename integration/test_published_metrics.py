@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from hybrid_connector.engine.exchange import LoadRecord
-from hybrid_connector.engine.published import METRICS
+from hybrid_connector.engine.published import METRICS, Failure
 from hybrid_connector.tools import nursery
 
 with warnings.catch_warnings():
@@ -27,12 +27,24 @@ def test_what_an_engine_publishes_is_the_table():
         SimpleNamespace(kv_transfer_config=None), types, ["model_name", "engine"], {0: ["m", "0"]}
     )
     stats = HybridConnectorStats()
-    kinds = (("attention", 10), ("conv", 20), ("temporal", 30))
-    times = {"post_s": 0.5, "transfer_s": 0.25}
-    stats.record(LoadRecord("r", 0, kind_bytes=kinds, num_descriptors=3, **times, direct_bytes=40, staged_bytes=50))
-    stats.record(LoadRecord("s", 0, error="gone"))
-    stats.record(LoadRecord("r", 0, verified=True))
-    stats.record(LoadRecord("t", 0, error="another digest", verified=False))
+    kinds = (("attention", 7_000_000), ("conv", 1_000_000), ("temporal", 2_000_000))
+    for rank in range(4):  # four ranks of 10 MB each, reported a step apart
+        step = HybridConnectorStats()
+        load = LoadRecord(
+            "r", rank, kinds, num_descriptors=3, post_s=0.5, transfer_s=0.25, direct_bytes=4, staged_bytes=5
+        )
+        step.record(load, "p:5600")
+        stats = stats.aggregate(step)
+    stats.record(LoadRecord("s", 0, error="gone"), "p:5600", Failure.LEASE_LOST)
+    seen = {key.partition("|")[0] for key in stats.data}
+    for metric in METRICS:
+        if metric.stat not in seen:
+            if metric.kind == "histogram":
+                stats.observe(metric.stat, [0.5])
+            elif metric.kind == "gauge":
+                stats.set(metric.stat, 1)
+            else:
+                stats.count(metric.stat, 1, *metric.labels)
     published.observe(stats.data)
 
     text = generate_latest(registry).decode()
@@ -41,9 +53,16 @@ def test_what_an_engine_publishes_is_the_table():
     assert names == {series for metric in METRICS for series in metric.series}
     for metric in METRICS:
         assert metric.text in text
-    assert 'vllm:hybrid_connector_bytes_total{engine="0",kind="conv",model_name="m"} 20.0' in text
-    for way, num_bytes in (("direct", 40.0), ("staged", 50.0)):
+    for kind, num_bytes in kinds:
+        labels = f'engine="0",kind="{kind}",model_name="m",peer="p:5600"'
+        (line,) = [
+            line for line in text.splitlines() if line.startswith(f"vllm:hybrid_connector_bytes_total{{{labels}}}")
+        ]
+        assert float(line.rpartition(" ")[2]) == 4 * num_bytes
+    for way, num_bytes in (("direct", 16.0), ("staged", 20.0)):
         assert f'vllm:hybrid_connector_read_bytes_total{{engine="0",model_name="m",way="{way}"}} {num_bytes}' in text
+    assert 'vllm:hybrid_connector_transfer_seconds_sum{engine="0",model_name="m"} 1.0' in text
+    assert 'vllm:hybrid_connector_failed_loads_total{engine="0",model_name="m",reason="lease_lost"} 1.0' in text
 
 
 def test_vllm_publishes_what_the_dashboard_asks_it_for(request):

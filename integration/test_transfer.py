@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from hybrid_connector.tools.completions import agree
-from hybrid_connector.tools.demo import MAX_TIE_NATS
+from hybrid_connector.tools.completions import MAX_TIE_NATS, agree
 
 from engines import MODEL_NAME, Engine, Fleet, prompt_of
 

@@ -10,8 +10,7 @@ import torch
 
 from hybrid_connector.core.digests import RunList
 from hybrid_connector.core.errors import PeerError
-from hybrid_connector.tools.completions import agree
-from hybrid_connector.tools.demo import MAX_TIE_NATS
+from hybrid_connector.tools.completions import MAX_TIE_NATS, agree
 from hybrid_connector.transport.digest import Rows, as_words, column_weights, host_digest, torch_row_sums
 
 from engines import prompt_of

@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hybrid_connector.core.errors import PeerError
-from hybrid_connector.tools.completions import agree
-from hybrid_connector.tools.demo import MAX_TIE_NATS
+from hybrid_connector.tools.completions import MAX_TIE_NATS, agree
 from hybrid_connector.tools.servers import free_ports
 from hybrid_connector.tools.tiny_model import TinyModel
 

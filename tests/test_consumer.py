@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from hybrid_connector.core.breaker import BACKOFF_S, OPEN_MAX_S, OPEN_S
 from hybrid_connector.core.errors import HybridConnectorError, PeerError, WireError
 from hybrid_connector.core.leases import MAX_CLOCK_DRIFT
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.consumer import (
     REFUSED_PEER_S,
+    REMEMBER_SILENCE_S,
     RETRY_S,
     TICK_S,
     Consumer,
@@ -74,7 +76,7 @@ class Scene:
     def __init__(self, respond: Callable[[Call], Reply | Exception | None] | None = None, **config: float) -> None:
         self.clock = Clock()
         self.caller = ScriptedCaller(self.clock, respond)
-        self.consumer = Consumer(self.caller, ConnectorConfig(**config), self.clock)
+        self.consumer = Consumer(self.caller, ConnectorConfig(**config), self.clock, chance=lambda: 1.0)
         self.consumer.publish(LOCAL)
 
     def pass_time(self, seconds: float, ticks: int = 1) -> None:
@@ -246,11 +248,11 @@ def test_an_acquire_that_is_not_answered_is_repeated_until_the_deadline(error: E
     scene = Scene()
     scene.consumer.acquire("r", remote())
     scene.welcome()
-    for _ in range(3):
+    for pause_s in (0.1, 0.2, 0.4) if isinstance(error, PeerError) else (RETRY_S,) * 3:
         scene.caller.only(Acquire).answer(error)
-        scene.pass_time(RETRY_S / 2)
+        scene.pass_time(pause_s * 0.9)
         assert scene.caller.open() == []
-        scene.pass_time(RETRY_S)
+        scene.pass_time(pause_s * 0.2)
     scene.caller.only(Acquire).answer(error)
     scene.clock.advance(20.0)
     scene.consumer.tick()
@@ -391,11 +393,11 @@ def test_a_peer_is_asked_again_while_it_is_not_there() -> None:
     """Case 9: P is down while D asks; the request waits for it, and those that come meanwhile do too."""
     scene = Scene()
     scene.consumer.acquire("early", remote("cmpl-1"))
-    for _ in range(3):
+    for pause_s in (0.1, 0.2, 0.4):
         scene.caller.only(Hello).answer(PeerError("no answer; there was no connection"))
-        scene.consumer.tick()
+        scene.pass_time(pause_s * 0.9)
         assert scene.caller.open() == []
-        scene.pass_time(RETRY_S)
+        scene.pass_time(pause_s * 0.2)
     scene.consumer.acquire("late", remote("cmpl-2"))
     scene.welcome()
     scene.grant()
@@ -404,11 +406,13 @@ def test_a_peer_is_asked_again_while_it_is_not_there() -> None:
     assert scene.counts("handshakes", "handshakes_failed") == (4, 3)
 
 
-def test_after_a_handshake_that_nobody_answered_a_new_request_asks_at_once() -> None:
+def test_after_a_handshake_that_nobody_answered_a_new_request_waits_for_the_next() -> None:
     scene = Scene()
     scene.consumer.acquire("a", remote("cmpl-1"))
     scene.caller.only(Hello).answer(PeerError("no answer"))
     scene.consumer.acquire("b", remote("cmpl-2"))
+    assert (scene.caller.open(), scene.status("b")) == ([], Pending())
+    scene.pass_time(BACKOFF_S)
     scene.welcome()
     assert [call.request.request_id for call in scene.caller.open(Acquire)] == ["cmpl-1", "cmpl-2"]
 
@@ -450,6 +454,190 @@ def test_addresses_that_clients_make_up_are_forgotten() -> None:
     assert len(scene.consumer._peers) == 100
     scene.pass_time(REFUSED_PEER_S)
     assert len(scene.consumer._peers) == 0
+
+
+# The circuit breaker.
+
+
+class Silence(Scene):
+    """A peer that nobody answers for, and a first request that waits for it in vain."""
+
+    def __init__(self, **config: float) -> None:
+        super().__init__(**config)
+        self.consumer.acquire("first", remote("cmpl-first"))
+        self.numbers = itertools.count()
+
+    def pass_silence(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.clock.advance(TICK_S)
+            self.caller.time_out()
+            self.consumer.tick()
+
+    def pass_until(self, happened: Callable[[], object]) -> float:
+        """How long it took; a minute is too long."""
+        began = self.clock()
+        while not happened():
+            assert self.clock() < began + 60.0
+            self.pass_silence(TICK_S)
+        return self.clock() - began
+
+    def pass_until_open(self, times: int = 1) -> None:
+        self.pass_until(lambda: self.consumer.counts["breaker_opened"] == times)
+
+    def pass_until_asked(self) -> float:
+        return self.pass_until(lambda: self.caller.open(Hello))
+
+    def try_one(self, engine_id: str = "prefill-0") -> Status:
+        name = f"try-{next(self.numbers)}"
+        self.consumer.acquire(name, remote(name, engine_id))
+        return self.status(name)
+
+
+def test_a_peer_that_was_silent_for_as_long_as_a_request_may_wait_fails_the_next_at_once() -> None:
+    scene = Silence()
+    scene.pass_silence(20.1)
+    assert isinstance(scene.status("first"), Lost)
+    assert scene.try_one() == Pending()
+    scene.pass_until_open()
+    assert scene.try_one() == Lost("10.0.0.1:5600 did not answer for 21 s; it is asked again in 1.0 s")
+    assert scene.try_one() == Lost("10.0.0.1:5600 did not answer for 21 s; it is asked again in 1.0 s")
+    assert scene.status("try-0") == Pending()  # it came before
+    scene.pass_until_asked()
+    assert scene.try_one() == Lost("10.0.0.1:5600 did not answer for 22 s; it is being asked again")
+    assert scene.counts("breaker_opened", "breaker_refused", "acquires_failed") == (1, 3, 4)
+    scene.welcome()
+    assert [call.request.request_id for call in scene.caller.open(Acquire)] == ["try-0"]
+    assert scene.try_one() == Pending()
+    while scene.caller.open(Acquire):
+        scene.grant()
+    assert (scene.status("try-0"), scene.status("try-4")) == (HELD, HELD)
+
+
+def test_an_open_breaker_stays_open_for_longer_each_time_but_not_for_ever() -> None:
+    scene = Silence()
+    pauses = []
+    for times in range(1, 7):
+        scene.try_one()
+        scene.pass_until_open(times)
+        pauses.append(scene.pass_until(lambda: scene.try_one() and scene.caller.open(Hello)))
+    assert pauses == pytest.approx([OPEN_S, 2.0, 4.0, OPEN_MAX_S, OPEN_MAX_S, OPEN_MAX_S], abs=2 * TICK_S)
+
+
+def test_what_waits_keeps_waiting_while_a_breaker_is_open() -> None:
+    """Its time is not up, and a peer that comes back meanwhile serves it."""
+    scene = Silence(acquire_timeout_s=16.0)
+    scene.pass_silence(15.0)
+    assert scene.try_one() == Pending()
+    scene.pass_until_open()
+    scene.pass_until_asked()
+    assert scene.status("try-0") == Pending()
+    scene.welcome()
+    scene.grant()
+    assert scene.status("try-0") == HELD
+
+
+@pytest.mark.parametrize("stopped_s", [1.0, 5.0, 12.0, 15.0])
+def test_a_peer_that_was_stopped_for_a_while_loses_nothing(stopped_s: float) -> None:
+    """SIGSTOP, or a machine that stalls, with 64 requests under way and more coming; also just after another stall."""
+    scene = Scene()
+    network = Network({P: start_prefill(num_leases=200)})
+    numbers = itertools.count()
+    for _ in range(3):
+        scene.caller.respond = None
+        began = scene.clock()
+        while scene.clock() < began + stopped_s:
+            for _ in range(64 if scene.clock() == began else 0):
+                scene.consumer.acquire(f"r{next(numbers)}", remote("cmpl-0"))
+            if round((scene.clock() - began) / TICK_S) % 20 == 0:
+                scene.consumer.acquire(f"r{next(numbers)}", remote("cmpl-0"))
+            scene.clock.advance(TICK_S)
+            scene.caller.time_out()
+            scene.consumer.tick()
+        scene.caller.respond = network.respond
+        for call in scene.caller.open():
+            reply = network.respond(call)
+            assert reply is not None
+            call.answer(reply)
+        for _ in range(60):
+            scene.clock.advance(TICK_S)
+            scene.caller.time_out()
+            scene.consumer.tick()
+    assert scene.counts("breaker_opened", "breaker_refused") == (0, 0)
+
+
+def test_a_restarted_peer_of_another_engine_id_is_asked_though_the_breaker_is_open() -> None:
+    """Case 9: who names an engine that was not waited for yet has heard from it."""
+    scene = Silence()
+    scene.pass_until_open()
+    assert isinstance(scene.try_one(), Lost)
+    assert scene.try_one("prefill-1") == Pending()
+    scene.welcome(restarted("prefill-1"))
+    scene.grant("second")
+    assert scene.status("try-1") == Held(restarted("prefill-1"), BLOCKS, 17)
+
+
+def test_a_restarted_peer_of_the_same_engine_id_is_served_within_the_longest_opening() -> None:
+    """Case 9, after a minute in which it was asked all the time."""
+    scene = Silence()
+    for _ in range(60):
+        scene.pass_silence(1.0)
+        scene.try_one()
+    assert scene.counts("breaker_opened") == (5,)
+    network = Network({P: start_prefill(num_leases=1000)})
+    scene.caller.respond = network.respond
+    for call in scene.caller.open():  # the side channel sends what waits when there is a connection
+        reply = network.respond(call)
+        assert reply is not None
+        call.answer(reply)
+    numbers = itertools.count()
+
+    def is_served() -> bool:
+        name = f"cmpl-{next(numbers)}"
+        scene.consumer.acquire(name, remote(name))
+        return isinstance(scene.status(name), Held)
+
+    assert scene.pass_until(is_served) <= OPEN_MAX_S + TICK_S
+
+
+def test_renewals_go_on_while_a_breaker_is_open() -> None:
+    """A promise is running out: an answer saves it, and closes the breaker."""
+    scene = Scene(acquire_timeout_s=12.0)
+    scene.hold()
+    scene.consumer.acquire("other", remote("cmpl-2"))
+    while not scene.consumer.counts["breaker_opened"]:
+        scene.pass_time(TICK_S)
+        scene.caller.time_out()
+    assert scene.status() == HELD
+    scene.caller.open(Renew)[0].answer(Renewed("cmpl-1", LEASE_S, incarnation="first"))
+    assert scene.status() == HELD
+    scene.consumer.acquire("new", remote("cmpl-3"))
+    assert scene.status("new") == Pending()
+    assert scene.caller.open(Hello)
+
+
+def test_a_dead_peer_is_asked_one_question_however_many_wait() -> None:
+    scene = Silence()
+    scene.welcome()
+    scene.pass_silence(10.0)
+    for i in range(100):
+        scene.consumer.acquire(f"r{i}", remote(f"cmpl-{i}"))
+    scene.pass_until_open()
+    before = len(scene.caller.calls)
+    scene.pass_silence(OPEN_S)
+    scene.pass_silence(5.0)
+    assert all(scene.status(f"r{i}") == Pending() for i in range(100))
+    assert [type(call.request) for call in scene.caller.calls[before:]] == [Hello]
+
+
+def test_a_silent_peer_that_nobody_needs_is_forgotten() -> None:
+    scene = Silence()
+    scene.pass_until_open()
+    scene.consumer.release("first")
+    scene.pass_silence(30.0)
+    assert len(scene.consumer._peers) == 1
+    scene.pass_silence(REMEMBER_SILENCE_S)
+    assert len(scene.consumer._peers) == 0
+    assert scene.try_one() == Pending()
 
 
 # P restarts.
@@ -871,7 +1059,7 @@ class Chaos:
         self.p_clock = Clock(5.0)
         self.caller = ScriptedCaller(self.d_clock, self.respond)
         config = ConnectorConfig(lease_s=2.0, acquire_timeout_s=5.0, handshake_timeout_s=1.0)
-        self.consumer = Consumer(self.caller, config, self.d_clock)
+        self.consumer = Consumer(self.caller, config, self.d_clock, self.rng.random)
         self.consumer.publish(LOCAL)
         self.unsent: list[Call] = []  # not seen by P
         self.unread: list[tuple[Call, Reply]] = []  # answered, not seen by D
@@ -908,6 +1096,10 @@ class Chaos:
         self.incarnations[remote_id] = self.incarnation
         self.wanted[local_id] = remote_id
         self.consumer.acquire(local_id, remote(remote_id, self.engine_id))
+
+    def reset(self) -> None:
+        """P's cache is reset: what nobody holds is gone, what D holds stays until D lets go."""
+        self.producer.withdraw_all()
 
     def serve(self) -> None:
         if self.unsent and self.is_up:
@@ -981,6 +1173,7 @@ class Chaos:
             self.lose: 0.5,
             self.release: 1,
             self.toggle: 0.3,
+            self.reset: 0.2,
             self.restart: 0.2,
         }
         for action in self.rng.choices(list(actions), list(actions.values()), k=num_steps):

@@ -216,3 +216,16 @@ def test_two_threads_ask_while_the_scheduler_leases() -> None:
     refused = {reason: times for reason, times in producer.counts.items() if reason.startswith("refused")}
     assert producer.counts == {"leases_consumed": num_requests, **refused}
     assert producer.counts["refused_consumed"] + producer.counts["refused_held"] == num_requests
+
+
+def test_a_cache_reset_is_told_to_who_comes_later_and_kept_from_who_reads() -> None:
+    world = World()
+    world.producer.open("held", "t", BLOCKS, 17, -1)
+    assert isinstance(world.ask(Acquire("held", "t", "A")), Granted)
+    world.producer.withdraw_all()
+    assert world.producer.take_ended() == ["r"]
+    for request in (Acquire("r", "t", "A"), Renew("held", "t", "A")):
+        assert world.ask(request) == refusal(RefusalReason.WITHDRAWN, "P's cache was reset", request.request_id)
+    assert isinstance(world.ask(Release("held", "t", "A")), Released)
+    assert world.producer.take_ended() == ["held"]
+    assert world.producer.counts["leases_withdrawn"] == 1

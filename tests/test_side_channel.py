@@ -2,12 +2,15 @@
 
 import logging
 import random
+import resource
 import socket
 import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,6 +18,7 @@ import pytest
 import zmq
 
 from hybrid_connector.core.errors import ConfigError, PeerError, WireError
+from hybrid_connector.core.pace import Rate
 from hybrid_connector.wire.messages import (
     MAX_REQUEST_BYTES,
     Acquire,
@@ -28,15 +32,27 @@ from hybrid_connector.wire.messages import (
     Renewed,
     Reply,
     Request,
+    Welcome,
     decode_reply,
     encode,
 )
-from hybrid_connector.wire.side_channel import Address, Security, SideChannelClient, SideChannelServer, load_secret
+from hybrid_connector.wire.side_channel import (
+    Address,
+    Limits,
+    Security,
+    SideChannelClient,
+    SideChannelServer,
+    load_secret,
+)
+
+from fakes import engine_manifest
+from layouts import Model, Storage, build_engine
 
 PATIENCE_S = 20.0  # of a test that waits for something that must happen; never waited in full
 BRIEF_S = 0.25  # for what must not happen
 ASK = Acquire("cmpl-1", "token", "decode-0")
 SECRET = "correct horse battery staple"
+NO_LIMITS = Limits(client=Rate(1e9, 1e9), address=Rate(1e9, 1e9))
 
 
 def answer_as(incarnation: str) -> Callable[[Request], Reply]:
@@ -62,9 +78,12 @@ def serve(
     answer: Callable[[Request], Reply] | None = None,
     security: Security | None = None,
     send_queue: int = 1000,
+    limits: Limits = NO_LIMITS,
 ) -> SideChannelServer:
     answer = answer or answer_as(incarnation)
-    return SideChannelServer(host, port, answer, incarnation=incarnation, security=security, send_queue=send_queue)
+    return SideChannelServer(
+        host, port, answer, incarnation=incarnation, security=security, send_queue=send_queue, limits=limits
+    )
 
 
 def address_of(server: SideChannelServer) -> Address:
@@ -91,14 +110,14 @@ def security() -> Security:
 class RawPeer:
     """A DEALER that sends whatever frames it is told to."""
 
-    def __init__(self, port: int, **options: int | bytes) -> None:
+    def __init__(self, port: int, source: str = "127.0.0.1", **options: int | bytes) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         defaults: dict[str, int | bytes] = {"LINGER": 0, "SNDHWM": 0, "RCVTIMEO": int(PATIENCE_S * 1000)}
         for name, value in (defaults | options).items():
             self.socket.setsockopt(getattr(zmq, name), value)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        self.socket.connect(f"tcp://{source}:0;127.0.0.1:{port}")
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
@@ -319,6 +338,179 @@ def test_a_client_that_does_not_read_costs_its_own_replies_only(client: SideChan
         assert all_answered.wait(PATIENCE_S)
         assert still_answers(server, client)
         assert server.stats["reply_dropped"] > 0
+
+
+# Limits
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_asks_too_often_is_told_when_to_come_back_and_then_nothing(client: SideChannelClient) -> None:
+    limits = Limits(client=Rate(1.0, 10.0), address=Rate(1e6, 1e6))
+    with serve(limits=limits) as server, RawPeer(server.port) as flooder:
+        for _ in range(100):
+            flooder.send(b"call-id.", encode(ASK))
+        replies = [flooder.receive()[1] for _ in range(20)]
+        assert replies[:10] == [answer_as("first")(ASK)] * 10
+        for reply in replies[10:]:
+            assert isinstance(reply, Refused)
+            assert (reply.reason, reply.request_id) == (RefusalReason.OVERLOADED, "cmpl-1")
+            assert 0 < (reply.retry_after_s or 0) <= 12
+        assert still_answers(server, client)
+        wait_until(lambda: server.stats["flood_dropped"] == 80)
+        assert (server.stats["requests"], server.stats["overloaded"]) == (11, 10)
+
+
+def test_a_release_is_served_though_its_sender_asked_too_often() -> None:
+    """It takes load away, and refusing it would keep blocks for the whole lease."""
+    with serve(limits=Limits(client=Rate(1e-3, 2.0))) as server, RawPeer(server.port) as peer:
+        for request in (ASK, ASK, ASK, Release("r", "t", "h")):
+            peer.send(b"call-id.", encode(request))
+        kinds = [type(peer.receive()[1]) for _ in range(4)]
+        assert kinds == [Granted, Granted, Refused, Released]
+
+
+def test_many_clients_of_one_address_share_its_limit() -> None:
+    limits = Limits(client=Rate(1e-3, 4.0), address=Rate(1e-3, 6.0))
+    with serve(limits=limits) as server:
+        kinds = []
+        for _ in range(3):
+            with RawPeer(server.port) as peer:
+                for _ in range(3):
+                    peer.send(b"call-id.", encode(ASK))
+                    kinds.append(type(peer.receive()[1]))
+        assert kinds == [Granted] * 6 + [Refused] * 3
+        with RawPeer(server.port, source="127.0.0.9") as elsewhere:
+            elsewhere.send(b"call-id.", encode(ASK))
+            assert isinstance(elsewhere.receive()[1], Granted)
+
+
+def test_large_answers_count_for_more() -> None:
+    big = Granted("cmpl-1", (tuple(range(2**20, 2**20 + 20_000)),), 1, 1.0, incarnation="first")
+    with (
+        serve(answer=lambda _: big, limits=Limits(client=Rate(1e-3, 5.0))) as server,
+        RawPeer(server.port) as peer,
+    ):
+        kinds = []
+        for _ in range(2):
+            peer.send(b"call-id.", encode(ASK))
+            kinds.append(type(peer.receive()[1]))
+        assert kinds == [Granted, Refused]  # 100 kB are six credits
+
+
+def memory_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_manifest_is_held_once_for_all_who_do_not_read_it(client: SideChannelClient) -> None:
+    (layout,) = build_engine(Model(num_attention=1), Storage())
+    manifest = engine_manifest([layout], incarnation="first", identities=[bytes(2**20)])
+    welcome = Welcome(manifest, incarnation="first")
+    all_answered = threading.Event()
+    asked = []
+
+    def answer(request: Request) -> Reply:
+        if request != Hello(1):
+            return answer_as("first")(request)
+        asked.append(request)
+        if len(asked) == 500:
+            all_answered.set()
+        return welcome
+
+    with serve(answer=answer) as server, RawPeer(server.port, RCVHWM=1) as peer:
+        before = memory_mib()
+        for _ in range(500):
+            peer.send(b"call-id.", encode(Hello(1)))
+        assert all_answered.wait(PATIENCE_S)
+        assert still_answers(server, client)
+        assert memory_mib() - before < 100  # of the 500 that copies would take
+        assert peer.receive()[1] == welcome
+
+
+def greet(port: int) -> socket.socket:
+    """A connection of a DEALER that has shaken hands, without security."""
+    raw = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    raw.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+    received = b""
+    while b"ROUTER" not in received:
+        received += raw.recv(1000)
+    return raw
+
+
+def is_cut(raw: socket.socket) -> bool:
+    try:
+        while raw.recv(1000):
+            pass
+    except ConnectionError:
+        pass
+    return True  # else the time is over
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts what a connection received")
+def test_a_message_that_does_not_end_ends_its_connection(server: SideChannelServer, client: SideChannelClient) -> None:
+    """libzmq keeps its frames, of legal size each, until the last one comes."""
+    frame = b"\x03" + struct.pack(">Q", 60_000) + bytes(60_000)
+    before = memory_mib()
+    with greet(server.port) as raw:
+
+        def send_on() -> bool:
+            try:
+                raw.sendall(frame * 10)
+            except ConnectionError:
+                return True
+            return False
+
+        wait_until(send_on)
+    assert memory_mib() - before < 200
+    wait_until(lambda: server.stats["connections_cut"] == 1)
+    assert still_answers(server, client)
+
+
+def test_long_messages_that_do_end_cost_nobody_a_connection(server: SideChannelServer) -> None:
+    with RawPeer(server.port) as peer:
+        for _ in range(20):
+            peer.send(b"call-id.", *[bytes(MAX_REQUEST_BYTES)] * 20)
+            assert isinstance(peer.receive()[1], Refused)
+        assert server.stats["connections_cut"] == 0
+
+
+def test_connections_that_say_nothing_make_room(client: SideChannelClient) -> None:
+    limits = Limits(max_connections=8)
+    with serve(limits=limits) as server, ExitStack() as stack:
+        assert still_answers(server, client)
+        silent = [stack.enter_context(greet(server.port)) for _ in range(2)]
+        for _ in range(10):
+            raw = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+            silent.append(stack.enter_context(raw))
+        assert all(is_cut(raw) for raw in silent[:8])
+        wait_until(lambda: server.stats["connections_cut"] == 8)
+        with SideChannelClient(security=None) as another:
+            assert still_answers(server, another)
+        assert still_answers(server, client)
+        assert client.stats["sent"] == 2
+        stack.close()
+        wait_until(lambda: server.stats["strangers"] == 12)
+
+
+def test_of_those_that_ask_the_ones_heard_last_stay() -> None:
+    with serve(limits=Limits(max_connections=4)) as server, ExitStack() as stack:
+        peers = []
+        for _ in range(6):
+            peer = stack.enter_context(RawPeer(server.port))
+            peers.append(peer)
+            peer.send(b"call-id.", encode(ASK))
+            assert peer.receive()[1]
+        assert peers[0].was_disconnected()
+        assert peers[1].was_disconnected()
+        wait_until(lambda: server.stats["connections_cut"] >= 2)
 
 
 # Case 8: dead peers
@@ -582,7 +774,7 @@ def test_a_client_key_of_one_s_own_does_not_help(security: Security) -> None:
         with RawPeer(server.port, **keys) as stranger:
             stranger.send(b"call-id.", encode(ASK))
             assert stranger.was_disconnected()
-        assert server.stats["strangers"] >= 1
+        wait_until(lambda: server.stats["strangers"])
         assert server.stats["requests"] == 0
         with SideChannelClient(security=security) as friend:
             assert still_answers(server, friend)

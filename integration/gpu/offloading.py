@@ -14,8 +14,7 @@ from pathlib import Path
 import httpx
 
 from hybrid_connector.tools.compare import Shapes, compare, read_captures
-from hybrid_connector.tools.completions import agree, complete
-from hybrid_connector.tools.demo import MAX_TIE_NATS
+from hybrid_connector.tools.completions import MAX_TIE_NATS, agree, complete
 from hybrid_connector.tools.servers import Servers, ServerSpec, free_ports
 from hybrid_connector.tools.tiny_model import make_tiny_model
 

@@ -165,6 +165,10 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._in_scheduler.take_reports(connector_output)
 
+    def reset_cache(self) -> bool | None:
+        self._in_scheduler.reset_cache()
+        return True
+
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._in_scheduler.finish(request, (block_ids,))
 
@@ -206,4 +210,4 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return ReportMetadata(self._in_worker.take_report())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._worker.take_stats() if self._worker is not None else None
+        return self._scheduler.take_stats() if self._scheduler is not None else None

@@ -1,7 +1,7 @@
 """Who may read a finished request's blocks, and until when?
 
 P keeps one ``LeaseTable``: a request's blocks are leased when it finishes, sealed once no engine step that was in
-flight can still write them, granted to one holder, and handed back exactly once: released or expired.
+flight can still write them, granted to one holder, and handed back exactly once: released, withdrawn or expired.
 D keeps one ``Hold`` per grant: the promise, measured on D's own clock from before it asked.
 Both are pure state machines; the clock (seconds, monotonic, own process) is an argument.
 """
@@ -29,6 +29,7 @@ class LeaseRefusal(StrEnum):
     HELD = "held"
     NOT_SEALED = "not_sealed"
     WRONG_TOKEN = "wrong_token"
+    WITHDRAWN = "withdrawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Lease:
     expires_at: float
     sealed: bool = False
     holder: str | None = None
+    withdrawn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class LeaseTable:
             return lease
         if lease.holder not in (None, holder):
             return LeaseRefusal.HELD
+        if lease.withdrawn:
+            return LeaseRefusal.WITHDRAWN
         if not lease.sealed:
             return LeaseRefusal.NOT_SEALED
         self._leases[request_id] = replace(lease, holder=holder, expires_at=now + self._lease_s)
@@ -114,6 +118,8 @@ class LeaseTable:
         lease = self.find_held(request_id, token, holder, now)
         if isinstance(lease, LeaseRefusal):
             return lease
+        if lease.withdrawn:
+            return LeaseRefusal.WITHDRAWN
         self._leases[request_id] = replace(lease, expires_at=now + self._lease_s)
         return self._lease_s
 
@@ -137,10 +143,23 @@ class LeaseTable:
     def expire(self, now: float) -> None:
         """End every lease whose promise is over."""
         for lease in [lease for lease in self._leases.values() if lease.expires_at <= now]:
-            self._end(lease, LeaseRefusal.EXPIRED)
+            self._end(lease, LeaseRefusal.WITHDRAWN if lease.withdrawn else LeaseRefusal.EXPIRED)
+
+    def withdraw_all(self, now: float) -> None:
+        """Grant and renew nothing any more of what is leased now: the engine's cache is reset.
+
+        A promise that was given stands until its holder releases or it is over. Blocks that were handed back sooner
+        would be written under a reader that believes in it (I2).
+        """
+        self.expire(now)
+        for lease in list(self._leases.values()):
+            if lease.holder is None:
+                self._end(lease, LeaseRefusal.WITHDRAWN)
+            else:
+                self._leases[lease.request_id] = replace(lease, withdrawn=True)
 
     def expire_all(self) -> None:
-        """End every lease now: the engine shuts down, or its cache is reset."""
+        """End every lease now, promised or not: the engine shuts down, and writes no block any more."""
         for lease in list(self._leases.values()):
             self._end(lease, LeaseRefusal.EXPIRED)
 

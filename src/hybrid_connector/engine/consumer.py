@@ -4,27 +4,30 @@
 2. ``status`` tells the scheduler where it stands; by the time blocks are allocated the grant is normally there.
 3. ``tick`` renews grants that are held, repeats what was not answered, or with "not yet", and gives up at a deadline.
 4. ``release`` gives the lease back: read, failed or no longer wanted.
+5. A peer that was silent for as long as a request may wait fails new requests at once (``core.breaker``).
 
 Every promise counts on this process's clock from before the question was sent. One lock guards the state;
 answers arrive on the side channel's thread, ticks on this module's own.
 """
 
 import logging
+import random
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybrid_connector.core.blocks import BlockIds
+from hybrid_connector.core.breaker import Breaker
 from hybrid_connector.core.errors import HybridConnectorError, IncompatibleError, PeerError
 from hybrid_connector.core.leases import Hold
-from hybrid_connector.core.planning import plan_engine
 from hybrid_connector.engine.config import ConnectorConfig
-from hybrid_connector.wire.manifest import EngineManifest, refuse_difference
+from hybrid_connector.engine.published import Failure
+from hybrid_connector.wire.manifest import EngineManifest, refuse_incompatible
 from hybrid_connector.wire.messages import (
     PROTOCOL_VERSION,
     Acquire,
@@ -50,10 +53,16 @@ REFUSED_PEER_S = 5.0
 """How long a refused handshake answers for later requests to the same peer. One that nobody answered does not."""
 
 RETRY_S = 0.1
-"""From one question to the next where the first was not answered: what fails at once is not asked without a break."""
+"""From one renewal, or answer that is none, to the next question. It does not grow: a promise is running out."""
+
+REMEMBER_SILENCE_S = 60.0
+"""How long after it may be asked again a peer that nobody needs is still known not to answer."""
 
 CLOSE_WAIT_S = 1.0
 """How long ``close`` waits for answers to its releases: one that is not sent costs P the lease's whole time."""
+
+MAX_TIMES = 4096
+"""Latencies kept until somebody takes them: where nobody does, the oldest go."""
 
 _MAX_CHARS = {"remote_engine_id": 512, "remote_request_id": 512, "remote_lease_token": 128, "remote_host": 255}
 """What the messages, and the side channel, can hold."""
@@ -121,9 +130,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The blocks may not be read, and why."""
+    """The blocks may not be read, and why; ``kind`` is the reason as metrics count it."""
 
     reason: str
+    kind: Failure = field(default=Failure.NO_GRANT, compare=False)
 
 
 Status = Pending | Held | Lost
@@ -134,6 +144,7 @@ class _Peer:
     """What handshakes with an address gave: a manifest, or a refusal that answers for a while, or nothing yet.
 
     ``asking``: the last of ``num_hellos`` has not ended. ``problem``: why the last one came to nothing.
+    ``engine_id``: the engine that the last request expected there.
     """
 
     manifest: EngineManifest | None = None
@@ -141,6 +152,8 @@ class _Peer:
     asking: bool = False
     num_hellos: int = 0
     problem: str = ""
+    engine_id: str = ""
+    breaker: Breaker = field(default_factory=Breaker)
 
 
 @dataclass(slots=True)
@@ -152,6 +165,7 @@ class _Wanted:
     """
 
     remote: RemoteRequest
+    wanted_at: float
     deadline: float
     hellos_before: int
     holder: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -165,10 +179,17 @@ class _Wanted:
 class Consumer:
     """D's side of the control plane."""
 
-    def __init__(self, caller: Caller, config: ConnectorConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        config: ConnectorConfig,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
         self._caller = caller
         self._config = config
         self._clock = clock
+        self._chance = chance
         self._lock = threading.RLock()
         self._local: EngineManifest | None = None
         self._peers: dict[Address, _Peer] = {}
@@ -178,6 +199,7 @@ class Consumer:
         self._answered = threading.Event()
         self._due = threading.Event()
         self._ticker: threading.Thread | None = None
+        self._times: deque[tuple[str, float]] = deque(maxlen=MAX_TIMES)
         self.counts: Counter[str] = Counter()
 
     def publish(self, manifest: EngineManifest) -> None:
@@ -205,9 +227,17 @@ class Consumer:
         """Start to acquire what ``remote`` names for the local request."""
         with self._lock:
             peer = self._peers.setdefault(remote.address, _Peer())
-            wanted = _Wanted(remote, self._clock() + self._config.acquire_timeout_s, peer.num_hellos)
+            now = self._clock()
+            wanted = _Wanted(remote, now, now + self._config.acquire_timeout_s, peer.num_hellos)
             self._wanted[request_id] = wanted
-            self._advance(request_id, wanted)
+            if remote.engine_id != peer.engine_id and peer.breaker.is_open:
+                peer.breaker = Breaker()  # whoever wrote the request has heard from an engine that started since
+            peer.engine_id = remote.engine_id
+            if peer.breaker.is_open and (peer.asking or not peer.breaker.may_ask(now)):
+                self.counts["breaker_refused"] += 1
+                self._lose(wanted, self._describe_silence(remote.address, peer, now))
+            else:
+                self._advance(request_id, wanted)
 
     def status(self, request_id: str) -> Status:
         """Where the request stands; ``Lost`` for one that was never asked for."""
@@ -222,6 +252,19 @@ class Consumer:
         """As whom P knows this engine for a request that was not released yet."""
         with self._lock:
             return self._wanted[request_id].holder
+
+    def margin_s(self, request_id: str) -> float | None:
+        """Seconds for which the request's grant still holds; ``None`` without one."""
+        with self._lock:
+            wanted = self._wanted.get(request_id)
+            return None if wanted is None or wanted.hold is None else wanted.hold.expires_at - self._clock()
+
+    def take_times(self) -> list[tuple[str, float]]:
+        """Latencies since the last call, in seconds: ``acquire_s`` and ``handshake_s``."""
+        with self._lock:
+            times = list(self._times)
+            self._times.clear()
+        return times
 
     def wait_answer(self, timeout_s: float) -> None:
         """Let the threads that answer run, until one has or the time is over.
@@ -240,9 +283,10 @@ class Consumer:
                 return
             remote = wanted.remote
             # Sent after a pending Acquire on the same socket, so P sees them in this order.
+            asked_at = self._clock()
             future = self._call(remote.address, Release(remote.request_id, remote.token, wanted.holder))
             self._releasing.add(future)
-            future.add_done_callback(self._on_released)
+            future.add_done_callback(lambda done: self._on_released(remote.address, asked_at, done))
 
     def tick(self) -> None:
         """Renew, repeat and give up what is due."""
@@ -288,7 +332,10 @@ class Consumer:
         """Clients name addresses, so those where nobody answered as a peer must not pile up."""
         needed = {wanted.remote.address for wanted in self._wanted.values()}
         for address, peer in list(self._peers.items()):
-            if peer.manifest is None and not peer.asking and now >= peer.refused_until and address not in needed:
+            remembered_until = peer.refused_until
+            if peer.breaker.is_open:
+                remembered_until = max(remembered_until, peer.breaker.ask_at + REMEMBER_SILENCE_S)
+            if peer.manifest is None and not peer.asking and now >= remembered_until and address not in needed:
                 del self._peers[address]
 
     def _advance(self, request_id: str, wanted: _Wanted) -> None:
@@ -298,14 +345,40 @@ class Consumer:
         if peer.manifest is not None:
             self._ask_grant(request_id, wanted, peer, peer.manifest)
         elif self._clock() < peer.refused_until:
-            self._lose(wanted, peer.problem)
-        else:
+            self._lose(wanted, peer.problem, Failure.INCOMPATIBLE)
+        elif peer.asking or peer.breaker.may_ask(self._clock()):
             self._handshake(wanted.remote.address, peer)
+        else:
+            wanted.retry_at, wanted.problem = peer.breaker.ask_at, peer.problem or wanted.problem
+
+    def _note_answer(self, address: Address, asked_at: float, error: BaseException | None) -> None:
+        """Any answer is a sign of life; a peer that gives none for too long is not relied on any more."""
+        peer = self._peers.get(address)
+        if peer is None:
+            return
+        before, now = peer.breaker, self._clock()
+        if not isinstance(error, PeerError):
+            peer.breaker = Breaker()
+            if before.is_open:
+                logger.info("%s:%d answers again", *address)
+            return
+        peer.breaker = before.after_silence(asked_at, now, self._config.acquire_timeout_s, self._chance())
+        if peer.breaker.num_openings > before.num_openings:
+            self.counts["breaker_opened"] += 1
+            peer.manifest = None  # the next question is one Hello, instead of one per request
+            level = logging.DEBUG if before.is_open else logging.WARNING
+            logger.log(level, "%s: requests fail at once", self._describe_silence(address, peer, now))
+
+    def _describe_silence(self, address: Address, peer: _Peer, now: float) -> str:
+        wait_s = peer.breaker.ask_at - now
+        again = f"it is asked again in {wait_s:.1f} s" if wait_s > 0 else "it is being asked again"
+        silent_s = now - peer.breaker.silent_since
+        return f"{address[0]}:{address[1]} did not answer for {silent_s:.0f} s; {again}"
 
     def _shake_again_or_lose(self, wanted: _Wanted, peer: _Peer, reason: str) -> None:
         """What P said does not fit the manifest: P may have restarted, so ask for a new one, once per request."""
         if peer.num_hellos > wanted.hellos_before:
-            self._lose(wanted, reason)
+            self._lose(wanted, reason, Failure.RESTARTED)
         else:
             self._handshake(wanted.remote.address, peer)
 
@@ -334,7 +407,7 @@ class Consumer:
     def _on_welcome(self, address: Address, asked_at: float, done: "Future[Reply]") -> None:
         """Ends in a manifest, in a refusal, or where P may answer better later, in a time to ask again."""
         at = f"{address[0]}:{address[1]}"
-        manifest, problem, retry_at = None, "", None
+        manifest, problem, retry_at, silence = None, "", None, None
         try:
             reply = done.result()
             if isinstance(reply, Welcome):
@@ -346,7 +419,7 @@ class Consumer:
             else:
                 problem = f"{at} answered a handshake with {type(reply).__name__}"
         except PeerError as error:
-            problem, retry_at = f"handshake with {at} failed: {error}", asked_at + RETRY_S
+            problem, silence = f"handshake with {at} failed: {error}", error
         except IncompatibleError as error:
             problem = f"engine at {at} cannot exchange state with this one: {error}"
         except Exception as error:  # the thread that answers must survive whatever a peer sent
@@ -357,7 +430,12 @@ class Consumer:
                 self.counts["handshakes_failed"] += 1
                 # A dead peer is asked all the time.
                 logger.log(logging.DEBUG if problem == peer.problem else logging.WARNING, "%s", problem)
+            if manifest is not None:
+                self._times.append(("handshake_s", self._clock() - asked_at))
             peer.asking, peer.manifest, peer.problem = False, manifest, problem
+            self._note_answer(address, asked_at, silence)
+            if silence is not None:
+                retry_at = peer.breaker.ask_at
             if manifest is None and retry_at is None:
                 peer.refused_until = self._clock() + REFUSED_PEER_S
             for request_id, wanted in list(self._wanted.items()):
@@ -371,11 +449,7 @@ class Consumer:
     def _refuse_incompatible(self, theirs: EngineManifest) -> None:
         if self._local is None:
             raise HybridConnectorError("this engine has not registered its caches yet")
-        refuse_difference(ours=self._local.factors, theirs=theirs.factors)
-        for rank in theirs.ranks:
-            if rank.transport != self._local.ranks[0].transport:
-                raise IncompatibleError(f"transport: {rank.transport} on P, {self._local.ranks[0].transport} on D")
-        plan_engine([rank.layout for rank in self._local.ranks], [rank.layout for rank in theirs.ranks])
+        refuse_incompatible(ours=self._local, theirs=theirs)
 
     def _ask_grant(self, request_id: str, wanted: _Wanted, peer: _Peer, manifest: EngineManifest) -> None:
         remote = wanted.remote
@@ -394,16 +468,17 @@ class Consumer:
 
     def _on_grant(self, request_id: str, wanted: _Wanted, asked_at: float, done: "Future[Reply]") -> None:
         with self._lock:
+            self._note_answer(wanted.remote.address, asked_at, done.exception())
             wanted.asking = False
             if self._wanted.get(request_id) is not wanted or not isinstance(wanted.status, Pending):
                 return
             now = self._clock()
             error = done.exception()
+            peer = self._peers[wanted.remote.address]
             if error is not None:
-                wanted.retry_at, wanted.problem = asked_at + RETRY_S, str(error)
+                wanted.retry_at, wanted.problem = max(asked_at + RETRY_S, peer.breaker.ask_at), str(error)
                 return
             reply = done.result()
-            peer = self._peers[wanted.remote.address]
             # Not the manifest of when Acquire was sent: another request may have noticed the restart meanwhile.
             manifest = peer.manifest
             if manifest is None:
@@ -418,13 +493,16 @@ class Consumer:
                 wanted.hold = hold
                 wanted.status = Held(manifest, reply.block_ids, reply.num_tokens)
                 self.counts["grants"] += 1
+                self._times.append(("acquire_s", now - wanted.wanted_at))
             elif isinstance(reply, Refused) and reply.retry_after_s is not None:
                 wanted.retry_at, wanted.problem = now + reply.retry_after_s, f"{reply.reason}: {reply.detail}"
             elif isinstance(reply, Refused):
                 self.counts[f"refused_{reply.reason}"] += 1
-                self._lose(wanted, f"lease refused by engine {manifest.engine_id}: {reply.reason}: {reply.detail}")
+                reason = f"lease refused by engine {manifest.engine_id}: {reply.reason}: {reply.detail}"
+                self._lose(wanted, reason, Failure.REFUSED)
             else:
-                self._lose(wanted, f"engine {manifest.engine_id} answered Acquire with {type(reply).__name__}")
+                reason = f"engine {manifest.engine_id} answered Acquire with {type(reply).__name__}"
+                self._lose(wanted, reason, Failure.REFUSED)
 
     def _renew(self, request_id: str, wanted: _Wanted, promise_s: float) -> None:
         asked_at = self._clock()
@@ -437,6 +515,7 @@ class Consumer:
 
     def _on_renewed(self, request_id: str, wanted: _Wanted, asked_at: float, done: "Future[Reply]") -> None:
         with self._lock:
+            self._note_answer(wanted.remote.address, asked_at, done.exception())
             wanted.asking = False
             # A promise that has run out stays broken: P may have reused the blocks before it answered.
             self._check_hold(wanted)
@@ -448,28 +527,31 @@ class Consumer:
                 return
             reply = done.result()
             if reply.incarnation != wanted.status.manifest.incarnation:
-                self._lose(wanted, f"engine {engine_id} restarted while its lease was held")
+                self._lose(wanted, f"engine {engine_id} restarted while its lease was held", Failure.RESTARTED)
             elif isinstance(reply, Renewed):
                 wanted.hold = Hold.since(asked_at, reply.promise_s)
                 self.counts["renewals"] += 1
             elif isinstance(reply, Refused) and reply.retry_after_s is not None:
                 wanted.retry_at = self._clock() + reply.retry_after_s
             elif isinstance(reply, Refused):
-                self._lose(wanted, f"lease not renewed by engine {engine_id}: {reply.reason}: {reply.detail}")
+                reason = f"lease not renewed by engine {engine_id}: {reply.reason}: {reply.detail}"
+                self._lose(wanted, reason, Failure.LEASE_LOST)
             else:
-                self._lose(wanted, f"engine {engine_id} answered Renew with {type(reply).__name__}")
+                self._lose(wanted, f"engine {engine_id} answered Renew with {type(reply).__name__}", Failure.LEASE_LOST)
 
     def _check_hold(self, wanted: _Wanted) -> None:
         if isinstance(wanted.status, Held) and wanted.hold is not None and not wanted.hold.is_valid(self._clock()):
-            self._lose(wanted, f"the lease ran out: P promised {wanted.hold.promise_s:g} s and was not reached since")
+            reason = f"the lease ran out: P promised {wanted.hold.promise_s:g} s and was not reached since"
+            self._lose(wanted, reason, Failure.LEASE_LOST)
 
-    def _lose(self, wanted: _Wanted, reason: str) -> None:
+    def _lose(self, wanted: _Wanted, reason: str, kind: Failure = Failure.NO_GRANT) -> None:
         self.counts["grants_lost" if isinstance(wanted.status, Held) else "acquires_failed"] += 1
-        wanted.status = Lost(reason)
+        wanted.status = Lost(reason, kind)
         wanted.hold = None
 
-    def _on_released(self, done: "Future[Reply]") -> None:
+    def _on_released(self, address: Address, asked_at: float, done: "Future[Reply]") -> None:
         failed = done.exception() is not None or isinstance(done.result(), Refused)
         with self._lock:
+            self._note_answer(address, asked_at, done.exception())
             self._releasing.discard(done)
             self.counts["releases_failed" if failed else "releases"] += 1

@@ -52,6 +52,7 @@ _DETAILS = {
     LeaseRefusal.HELD: "another reader holds it, or the one that renews never acquired it",
     LeaseRefusal.NOT_SEALED: "an engine step that may still write the state is running",
     LeaseRefusal.WRONG_TOKEN: "the token is not the one that was given out with the answer",
+    LeaseRefusal.WITHDRAWN: "P's cache was reset",
 }
 
 
@@ -63,7 +64,7 @@ class Producer:
         self._lock = threading.Lock()
         self._table = LeaseTable(lease_s)
         self._incarnation = incarnation
-        self._manifest: EngineManifest | None = None
+        self._welcome: Welcome | None = None
         # Per lease and number; None while it is being computed.
         self._digests: dict[str, dict[int, DigestRecord | None]] = {}
         self._digest_orders: list[DigestOrder] = []
@@ -72,7 +73,7 @@ class Producer:
 
     def publish(self, manifest: EngineManifest) -> None:
         """What peers get in answer to Hello from now on."""
-        self._manifest = manifest
+        self._welcome = Welcome(incarnation=self._incarnation, manifest=manifest)
 
     @property
     def num_leases(self) -> int:
@@ -115,6 +116,11 @@ class Producer:
                     digests[record.number] = record
                     self._num_under_way -= 1
 
+    def withdraw_all(self) -> None:
+        """Let nobody begin to read what is leased now; see ``LeaseTable.withdraw_all``."""
+        with self._lock:
+            self._table.withdraw_all(self._clock())
+
     def expire_all(self) -> None:
         """End every lease now; what reads from them fails on its own side."""
         with self._lock:
@@ -130,9 +136,9 @@ class Producer:
                         RefusalReason.UNSUPPORTED_PROTOCOL,
                         f"P speaks version {PROTOCOL_VERSION}, D speaks {version}: install the same release on both",
                     )
-                if self._manifest is None:
+                if self._welcome is None:
                     return self._refuse("", RefusalReason.OVERLOADED, "P is still starting", retry_after_s=0.5)
-                return Welcome(incarnation=self._incarnation, manifest=self._manifest)
+                return self._welcome
             case Acquire(request_id=request_id, token=token, holder=holder):
                 with self._lock:
                     granted = self._table.acquire(request_id, token, holder, self._clock())
@@ -180,7 +186,7 @@ class Producer:
 
     def _order_digest(self, asked: Verify, lease: Lease) -> tuple[RefusalReason, str, float | None]:
         """Order a digest unless it is under way, and say when to ask again."""
-        num_ranks = 0 if self._manifest is None else len(self._manifest.ranks)
+        num_ranks = 0 if self._welcome is None else len(self._welcome.manifest.ranks)
         if asked.rank >= num_ranks:
             return RefusalReason.MALFORMED, f"expected a rank below {num_ranks}, got {asked.rank}", None
         digests = self._digests.setdefault(asked.request_id, {})

@@ -5,6 +5,7 @@ It needs neither vLLM nor the Prometheus client, so that whatever names a metric
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 PREFIX = "vllm:hybrid_connector_"
@@ -20,7 +21,7 @@ _SUFFIXES: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. ``stat`` is what `HybridConnectorStats` calls it, or begins with where ``labels`` has the rest.
+    """One metric. ``stat`` is what `HybridConnectorStats` calls it.
 
     ``labels``: beside those that vLLM gives every metric of an engine (model name and engine index).
     """
@@ -42,9 +43,25 @@ class Metric:
         return tuple(self.full_name + suffix for suffix in _SUFFIXES[self.kind])
 
 
+class Failure(StrEnum):
+    """Why a load failed, in the few words that a label may have; D's log has the sentence."""
+
+    BAD_REFERENCE = "bad_reference"  # the request's parameters, or a prompt they do not belong to
+    NO_GRANT = "no_grant"  # P did not answer in time
+    INCOMPATIBLE = "incompatible"  # the engines cannot exchange state
+    REFUSED = "refused"  # P does not grant the lease
+    RESTARTED = "restarted"  # P is another than the one that gave the reference
+    LEASE_LOST = "lease_lost"  # the grant was not kept until the last byte
+    TRANSFER = "transfer"  # a read could not be posted, or failed
+    VERIFICATION = "verification"  # P's digest differs, or did not come
+
+
+SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the buckets of every histogram."""
+
 METRICS = (
-    Metric("loads", "loads", "counter", "Loads that ended well, one per rank and request."),
-    Metric("failed_loads", "failed_loads", "counter", "Loads that failed, one per rank and request."),
+    Metric("loads", "loads", "counter", "Loads that ended well, one per rank and request.", ("peer",)),
+    Metric("failed_loads", "failed_loads", "counter", "Loads that failed, one per rank and request.", ("reason",)),
     Metric("verified_loads", "verified_loads", "counter", "Loads whose digest equals P's, one per rank and request."),
     Metric(
         "failed_verifications",
@@ -52,15 +69,32 @@ METRICS = (
         "counter",
         "Loads whose digest did not agree with P's, or that P did not confirm, one per rank and request.",
     ),
-    Metric("num_descriptors", "descriptors", "counter", "NIXL descriptors of loads that ended well."),
-    Metric("post_s", "post_seconds", "counter", "Seconds from a load's order until its last read was posted."),
-    Metric("transfer_s", "transfer_seconds", "counter", "Seconds from there until its last byte."),
-    Metric("bytes_", "bytes", "counter", "Bytes of state loaded, by kind.", labels=("kind",)),
+    Metric("num_descriptors", "descriptors", "counter", "NIXL descriptors of loads that ended well.", ("peer",)),
+    Metric("bytes", "bytes", "counter", "Bytes of state loaded, by kind.", ("kind", "peer")),
     Metric(
-        "read_bytes_",
+        "read_bytes",
         "read_bytes",
         "counter",
         "Bytes read from P: direct into place, or staged as whole pages, which hold more than is wanted.",
-        labels=("way",),
+        ("way",),
     ),
+    Metric("post_s", "post_seconds", "histogram", "Seconds from a load's order until its last read was posted."),
+    Metric("transfer_s", "transfer_seconds", "histogram", "Seconds from there until its last byte."),
+    Metric("acquire_s", "acquire_seconds", "histogram", "Seconds from a request's arrival on D until its grant."),
+    Metric("handshake_s", "handshake_seconds", "histogram", "Seconds until a peer's manifest came."),
+    Metric(
+        "lease_margin_s",
+        "lease_margin_seconds",
+        "histogram",
+        "Seconds that the grant would have lasted still when the load had ended.",
+    ),
+    Metric("handshakes", "handshakes", "counter", "Handshakes that D began."),
+    Metric("handshakes_failed", "failed_handshakes", "counter", "Handshakes without a manifest that D can read from."),
+    Metric("grants", "grants", "counter", "Leases granted to D."),
+    Metric("renewals", "renewals", "counter", "Renewals that P confirmed."),
+    Metric("grants_lost", "lost_grants", "counter", "Grants that ended before D was done."),
+    Metric("breaker_opened", "breaker_openings", "counter", "Times D gave up on a silent peer for a while."),
+    Metric("refused", "refusals", "counter", "What P refused its peers, by reason.", ("reason",)),
+    Metric("leases_ended", "leases_ended", "counter", "Leases of P that ended, by how.", ("how",)),
+    Metric("leases", "leases", "gauge", "Leases of P that are out."),
 )

@@ -13,6 +13,7 @@ get_skip_reading_prefix_cache.
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,19 +27,26 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybrid_connector import __version__
-from hybrid_connector.core.errors import HybridConnectorError
+from hybrid_connector.core.errors import ConfigError, HybridConnectorError
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest
-from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, ReadDigest, StepOrders, StepReport
+from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, LoadRecord, ReadDigest, StepOrders, StepReport
 from hybrid_connector.engine.layout import overwrites_state, state_block_ids
+from hybrid_connector.engine.metrics import MAX_PEERS, HybridConnectorStats
 from hybrid_connector.engine.model_identity import model_factors
 from hybrid_connector.engine.producer import Producer
+from hybrid_connector.engine.published import METRICS, Failure
 from hybrid_connector.engine.verification import Reference, Verifications
 from hybrid_connector.wire.manifest import EngineManifest, Factors, RankManifest
 from hybrid_connector.wire.messages import PROTOCOL_VERSION
 from hybrid_connector.wire.side_channel import Security, SideChannelClient, SideChannelServer, load_secret
 
 logger = logging.getLogger(__name__)
+
+PUBLISHED = frozenset(metric.stat for metric in METRICS)
+"""What this process counts and publishes."""
+
+_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 GIVE_WAY_S = 1e-4
 """How long a step that meets a pending grant waits for it, once."""
@@ -58,6 +66,7 @@ class _Fetch:
     num_tokens: int
     remote: RemoteRequest | None = None
     reason: str | None = None
+    failure: Failure = Failure.TRANSFER
     ordered: bool = False
     verify: bool = False
     digests: list[ReadDigest] = field(default_factory=list)
@@ -103,6 +112,10 @@ class Scheduler:
         self._peers: dict[Address, tuple[str, str]] = {}
         self._new_manifests: list[EngineManifest] = []
         self._gone: list[tuple[str, str]] = []
+        self._stats = HybridConnectorStats()
+        self._counted: Counter[str] = Counter()
+        self._num_leases = 0
+        self._labels: dict[Address, str] = {}
 
     def publish(self, ranks: Mapping[tuple[int, int], RankManifest]) -> None:
         """All workers have registered their caches, by (pipeline, tensor) rank: start to serve and to ask."""
@@ -118,20 +131,32 @@ class Scheduler:
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._producer.publish(manifest)
-        if self._is_producer and self._server is None:
-            self._server = SideChannelServer(
-                self._host,
-                self._port,
-                self._producer.answer,
-                incarnation=self._incarnation,
-                security=self._security,
-                allow_insecure=self._config.allow_insecure_side_channel,
-            )
-            self._server.start()
-            logger.info("engine %s answers decode engines on %s:%d", self._engine_id, self._host, self._port)
+        if self._server is None and (self._is_producer or _PORT_VARIABLE in os.environ):
+            self._serve()
         if self._consumer is not None:
             self._consumer.publish(manifest)
             self._consumer.start()
+
+    def _serve(self) -> None:
+        """P answers D here; a D that was given a port tells who asks what it is, as far as it can."""
+        server = SideChannelServer(
+            self._host,
+            self._port,
+            self._producer.answer,
+            incarnation=self._incarnation,
+            security=self._security,
+            allow_insecure=self._config.allow_insecure_side_channel,
+        )
+        try:
+            server.start()
+        except ConfigError as error:
+            if self._is_producer:
+                raise
+            logger.info("engine %s does not serve its manifest: %s", self._engine_id, error)
+            return
+        self._server = server
+        whom = "decode engines" if self._is_producer else "who asks for its manifest"
+        logger.info("engine %s answers %s on %s:%d", self._engine_id, whom, self._host, self._port)
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived: P cuts its prompt, D begins to acquire."""
@@ -166,12 +191,13 @@ class Scheduler:
         fetch = _Fetch(num_tokens)
         self._fetches[request.request_id] = fetch
         if self._consumer is None:
+            fetch.failure = Failure.BAD_REFERENCE
             fetch.reason = "this engine has kv_role kv_producer and cannot load; start decode engines as kv_consumer"
             return
         try:
             remote = RemoteRequest.from_params(params)
         except HybridConnectorError as error:
-            fetch.reason = str(error)
+            fetch.reason, fetch.failure = str(error), Failure.BAD_REFERENCE
             return
         fetch.remote = remote
         self._consumer.acquire(request.request_id, remote)
@@ -190,8 +216,9 @@ class Scheduler:
                 self._wait_once_a_step()
                 return None, False
             if isinstance(status, Lost):
-                fetch.reason = status.reason
+                fetch.reason, fetch.failure = status.reason, status.kind
             elif status.num_tokens != fetch.num_tokens:
+                fetch.failure = Failure.BAD_REFERENCE
                 fetch.reason = (
                     f"P holds the state after {status.num_tokens} tokens, this prompt needs it after {fetch.num_tokens}"
                 )
@@ -216,7 +243,7 @@ class Scheduler:
         fetch.ordered = True
         status = self._consumer.status(request_id) if self._consumer is not None else Lost("")
         if fetch.reason is None and isinstance(status, Lost):
-            fetch.reason = status.reason
+            fetch.reason, fetch.failure = status.reason, status.kind
         if fetch.reason is not None or not isinstance(status, Held):
             self._fail(request_id, fetch.reason or "the grant was withdrawn before the load began")
             return
@@ -280,6 +307,8 @@ class Scheduler:
                 self._passed.append(verdict.request_id)
             else:
                 self._refuted[verdict.request_id] = verdict.reason
+                if fetch := self._fetches.get(verdict.request_id):
+                    fetch.failure = Failure.VERIFICATION
 
     def take_reports(self, output: KVConnectorOutput) -> None:
         """The workers' reports of a step. Removes from ``output`` the loads that ended but must not count (I2)."""
@@ -289,6 +318,7 @@ class Scheduler:
             self._producer.seal(reported.completed_step)
             self._producer.note_digests(reported.digests)
             for record in reported.loads:
+                self._note(record)
                 if record.error is not None:
                     logger.warning("request %s, rank %d: load failed: %s", record.request_id, record.rank, record.error)
                 elif record.request_id in self._fetches:
@@ -303,6 +333,7 @@ class Scheduler:
                     # vLLM would promote the request now; let the workers report it as failed with the next step.
                     assert output.finished_recving is not None
                     output.finished_recving.discard(request_id)
+                    fetch.failure = status.kind
                     self._fail(request_id, status.reason)
                     continue
                 if fetch.verify and isinstance(status, Held):
@@ -310,7 +341,51 @@ class Scheduler:
                     output.finished_recving.discard(request_id)
                     self._verify(request_id, fetch, status.manifest.incarnation)
                     continue
+            if self._consumer is not None and (margin_s := self._consumer.margin_s(request_id)) is not None:
+                self._stats.observe("lease_margin_s", [margin_s])
             self._forget(request_id)
+
+    def _note(self, record: LoadRecord) -> None:
+        """Count what a rank reports, under the peer it came from."""
+        fetch = self._fetches.get(record.request_id)
+        address = fetch.remote.address if fetch is not None and fetch.remote is not None else None
+        peer = self._peer_label(address)
+        self._stats.record(record, peer, fetch.failure if fetch is not None else Failure.TRANSFER)
+        if record.error is None and record.verified is None:
+            logger.debug(
+                "request %s, rank %d: loaded %d bytes from %s in %d descriptors, post %.3f ms, transfer %.3f ms",
+                record.request_id,
+                record.rank,
+                record.num_bytes,
+                peer,
+                record.num_descriptors,
+                record.post_s * 1e3,
+                record.transfer_s * 1e3,
+            )
+
+    def _peer_label(self, address: Address | None) -> str:
+        if address is None:
+            return "unknown"
+        if address not in self._labels and len(self._labels) >= MAX_PEERS:
+            return "other"
+        return self._labels.setdefault(address, f"{address[0]}:{address[1]}".replace("|", "_"))
+
+    def take_stats(self) -> HybridConnectorStats:
+        """What happened since the last call, here and on all ranks."""
+        stats, self._stats = self._stats, HybridConnectorStats()
+        counts = Counter({_producer_key(name): count for name, count in self._producer.counts.items()})
+        if self._consumer is not None:
+            counts.update({name: count for name, count in self._consumer.counts.items() if name in PUBLISHED})
+            for stat, seconds in self._consumer.take_times():
+                stats.observe(stat, [seconds])
+        for key, more in (counts - self._counted).items():
+            stats.count(key, more)
+        self._counted = counts
+        num_leases = self._producer.num_leases
+        if num_leases != self._num_leases:
+            self._num_leases = num_leases
+            stats.set("leases", num_leases)
+        return stats
 
     def _verify(self, request_id: str, fetch: _Fetch, incarnation: str) -> None:
         """Ask P whether it holds what was read; the workers report the request again once that is decided."""
@@ -384,6 +459,14 @@ class Scheduler:
             return self._step
         return -1
 
+    def reset_cache(self) -> None:
+        """The engine's cache is reset, perhaps for other weights: what it computed before is granted to nobody now.
+
+        Blocks that nobody holds go back with the next step, the others when their holder lets go of them; until then
+        vLLM finds blocks in use, and its own reset has to be repeated.
+        """
+        self._producer.withdraw_all()
+
     def close(self) -> None:
         """Stop serving and asking; leases end with the engine."""
         if self._server is not None:
@@ -401,6 +484,11 @@ class Scheduler:
         self._fetches.pop(request_id, None)
         if self._consumer is not None:
             self._consumer.release(request_id)
+
+
+def _producer_key(count: str) -> str:
+    """Where a count of P belongs among the published ones: its reason is a label there."""
+    return count.replace("refused_", "refused|", 1).replace("leases_", "leases_ended|", 1)
 
 
 def _security() -> Security | None:

@@ -25,7 +25,6 @@ from hybrid_connector.engine.exchange import LoadOrder, LoadRecord, StepOrders, 
 from hybrid_connector.engine.layout import Place, RankCaches, conv_channel_first, read_caches, tail_views
 from hybrid_connector.engine.lease_digests import LeaseDigests
 from hybrid_connector.engine.loads import Loads
-from hybrid_connector.engine.metrics import HybridConnectorStats
 from hybrid_connector.engine.ordering import StepFence, compute_stream
 from hybrid_connector.transport.base import Transport
 from hybrid_connector.transport.digest import CudaDigester, Digester, HostDigester
@@ -68,7 +67,6 @@ class Worker:
         self._failures: dict[str, str] = {}
         self._frees: set[str] = set()
         self._report = StepReport(-1)
-        self._stats = HybridConnectorStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take over the caches vLLM allocated. Raises ``UnsupportedError`` where they are not as expected."""
@@ -161,8 +159,6 @@ class Worker:
         records = self._loads.poll() if self._loads is not None else []
         if self._is_idle and self._loads is not None:
             records += self._poll_on(self._loads)
-        for record in records:
-            self._stats.record(record)
         completed = self._fence.completed_step() if self._fence is not None else self._step
         digests = self._digests.poll() if self._digests is not None else []
         self._report = StepReport(completed, tuple(records), tuple(digests))
@@ -173,13 +169,6 @@ class Worker:
         """The report of the step that ``collect`` ended."""
         report, self._report = self._report, replace(self._report, loads=(), digests=())
         return report
-
-    def take_stats(self) -> HybridConnectorStats | None:
-        """Sums since the last call, ``None`` where nothing happened."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, HybridConnectorStats()
-        return stats
 
     def close(self) -> None:
         """Wait for reads in flight, so that nothing writes into memory that is given back, then leave the transport."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybrid_connector import __version__
 from hybrid_connector.core.errors import HybridConnectorError
-from hybrid_connector.tools import demo, explain, plan, recipe, size
+from hybrid_connector.tools import demo, doctor, explain, plan, recipe, size, sweep
 from hybrid_connector.tools.servers import ServerError
 
 
@@ -24,6 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_parser(subcommands)
     size.add_parser(subcommands)
     recipe.add_parser(subcommands)
+    doctor.add_parser(subcommands)
+    sweep.add_parser(subcommands)
     return parser
 
 

@@ -7,6 +7,7 @@
 It knows the model's shapes from its config and nothing of layouts, plans or transports, so it can prove them wrong.
 """
 
+import glob
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -125,10 +126,11 @@ _CONV_SECTIONS: Mapping[str, Callable[[Mapping[str, Any]], tuple[Section, ...]]]
 }
 
 
-def read_captures(directory: Path) -> tuple[Captured, ...]:
-    """Every request that both sides captured, in the order in which D loaded them."""
+def read_captures(directory: Path, request_id: str | None = None) -> tuple[Captured, ...]:
+    """Every request that both sides captured, or one of them, in the order in which D loaded them."""
     sides: dict[str, dict[str, list[Capture]]] = defaultdict(lambda: {"produced": [], "loaded": []})
-    for path in sorted(directory.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns):
+    pattern = "*.npz" if request_id is None else f"*.{glob.escape(request_id)}.rank*.npz"
+    for path in sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime_ns):
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
         meta = json.loads(arrays.pop("meta").tobytes())

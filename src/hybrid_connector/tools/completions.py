@@ -13,6 +13,17 @@ from hybrid_connector.core.errors import PeerError
 NUM_TOP = 5
 """Alternatives asked for at each token, to tell a near tie from a wrong answer."""
 
+MAX_TIE_NATS = 0.1
+"""P and D compute the last prompt token as a step of its own, an aggregated engine computes it with the rest. In
+bfloat16 the two differ by rounding, which may turn a tie between two tokens; a wrong state moves log-probabilities by
+whole nats. A parting counts as a tie up to this gap."""
+
+_TEXT = (
+    "A prefill engine reads the whole prompt at once and leaves its state behind: keys and values of every token in "
+    "the attention layers, and in the recurrent layers one short convolution window and one matrix. A decode engine "
+    "fetches that state and goes on from there, token by token, as if it had read the prompt itself. "
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -38,6 +49,12 @@ class Agreement:
     def within(self, max_gap_nats: float) -> bool:
         """Equal, or parted where the reference itself saw a tie."""
         return self.parted_at is None or (self.gap_nats is not None and self.gap_nats <= max_gap_nats)
+
+
+def text_of(num_characters: int, salt: int = 0) -> str:
+    """Differs from the first character on between lengths and salts: prompts must not share cached prefixes."""
+    start = (num_characters * 7 + salt * 31) % len(_TEXT)
+    return (_TEXT[start:] + _TEXT * (num_characters // len(_TEXT) + 1))[:num_characters]
 
 
 def agree(answer: Answer, reference: Answer) -> Agreement:

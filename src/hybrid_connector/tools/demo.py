@@ -27,23 +27,13 @@ from rich.table import Table
 from hybrid_connector.core.errors import PeerError
 from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
-from hybrid_connector.tools.completions import Agreement, Answer, agree, complete
+from hybrid_connector.tools.completions import MAX_TIE_NATS, Agreement, Answer, agree, complete, text_of
 from hybrid_connector.tools.servers import Device, Servers, ServerSpec, Startup, free_ports
 
 PROMPT_TOKENS = (5, 31, 32, 33, 200, 639, 640, 641, 1000, 1281, 2000)
 """Short, around the kernel block (32 tokens) and the logical block (640) of the tiny model, and long."""
 
-MAX_TIE_NATS = 0.1
-"""P and D compute the last prompt token as a step of its own, an aggregated engine computes it with the rest. In
-bfloat16 the two differ by rounding, which may turn a tie between two tokens; a wrong state moves log-probabilities by
-whole nats. A parting counts as a tie up to this gap."""
-
 _MODEL_NAME = "demo"
-_TEXT = (
-    "A prefill engine reads the whole prompt at once and leaves its state behind: keys and values of every token in "
-    "the attention layers, and in the recurrent layers one short convolution window and one matrix. A decode engine "
-    "fetches that state and goes on from there, token by token, as if it had read the prompt itself. "
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +207,7 @@ def _send_all(
     rows: list[Row] = []
     seen: set[str] = set()
     for num_tokens in PROMPT_TOKENS:
-        prompt = _prompt(num_tokens)
+        prompt = text_of(num_tokens)
         try:
             answer = complete(client, router, prompt, max_tokens=16, extra={"model": _MODEL_NAME})
             reference = complete(client, aggregated, prompt, max_tokens=16, extra={"model": _MODEL_NAME})
@@ -230,12 +220,6 @@ def _send_all(
         comparison = None if captured is None else compare(captured, shapes)
         rows.append(Row(answer.prompt_tokens, answer, agree(answer, reference), captured, comparison))
     return rows
-
-
-def _prompt(num_characters: int) -> str:
-    """Text of that length that differs from the first character on: prompts must not share cached prefixes."""
-    start = num_characters * 7 % len(_TEXT)
-    return (_TEXT[start:] + _TEXT * (num_characters // len(_TEXT) + 1))[:num_characters]
 
 
 def _table(rows: Sequence[Row], prefill_tp: int, decode_tp: int) -> Table:

@@ -1,12 +1,13 @@
 """Which P rank supplies which part of which tensor, in how many runs, and why so? Two manifests are all it needs.
 
-A manifest is what an engine tells its peers: a file that --save wrote, or HOST:PORT of the side channel of an engine
-that serves one (kv_role kv_producer or kv_both; the secret comes from the environment, as for the engine). A decode
-engine of role kv_consumer serves none: `hybrid-connector plan --save` writes what it would say. Two files are all a
-bug report about geometry needs.
+A manifest is what an engine tells its peers: a file that --save wrote, or HOST:PORT of an engine's side channel (the
+secret comes from the environment, as for the engine). A decode engine of role kv_consumer has one where it was given
+VLLM_NIXL_SIDE_CHANNEL_PORT; `hybrid-connector plan --save` writes what it would say. Two files are all a bug report
+about geometry needs.
 
 example:
   hybrid-connector explain p:5600 --save p.json
+  hybrid-connector explain p:5600 d:5600
   hybrid-connector explain p.json d.json
 """
 

@@ -17,6 +17,7 @@ from hybrid_connector.wire.manifest import EngineManifest, RankManifest
 from hybrid_connector.wire.messages import PROTOCOL_VERSION, Hello, Refused, Welcome
 from hybrid_connector.wire.side_channel import Security, SideChannelClient, load_secret
 
+PLANNED_INCARNATION = "planned"
 _PLANNED_ADDRESS = 2**20
 
 
@@ -35,8 +36,8 @@ def fetch_manifest(where: str, timeout_s: float) -> EngineManifest:
     except PeerError as error:
         why = "the secret is not the engine's" if secret is not None else "it wants a secret (HYBRID_CONNECTOR_SECRET)"
         raise PeerError(
-            f"{error}; either nothing listens there, or {why}, or it is a decode engine of role kv_consumer, which has "
-            "no side channel: give its manifest as a file"
+            f"{error}; either nothing listens there, or {why}, or it is a decode engine that was "
+            "not given VLLM_NIXL_SIDE_CHANNEL_PORT: give its manifest as a file"
         ) from error
     finally:
         client.close()
@@ -64,7 +65,7 @@ def planned_manifest(name: str, engine: Engine, num_blocks: int) -> EngineManife
     return EngineManifest(
         protocol_version=PROTOCOL_VERSION,
         engine_id=name,
-        incarnation="planned",
+        incarnation=PLANNED_INCARNATION,
         tp_size=engine.settings.tp,
         factors=engine.factors,
         vllm_version="planned by the rules of 0.32",

@@ -24,6 +24,7 @@ from typing import Protocol
 
 from hybrid_connector.tools.cpu_kernels import supply_missing_kernels
 from hybrid_connector.tools.sessions import POLL_S, stop_sessions
+from hybrid_connector.tools.unfit_packages import hide_unfit_packages
 
 STOP_GRACE_S = 15.0
 _IDLE_POLL_MS = 2
@@ -36,35 +37,8 @@ class _SpinCondition(Protocol):
 
 
 def import_vllm() -> Callable[[], None]:
-    """Import what every server needs, without starting threads, and return the API server's entry point.
-
-    Packages whose compiled part does not fit this torch are hidden, as if they were not installed. torchvision
-    is needed to import Qwen3.5 (its module imports the vision variant's), so there only the two operators'
-    schemas are added that torchvision's Python part refers to; nothing ever calls them.
-    """
-    import torch
-
-    for name in ("torchaudio", "torchcodec"):
-        try:
-            importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError):
-            sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        importlib.import_module("torchvision")
-    except ImportError:
-        pass
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for schema in (
-            "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-            "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        ):
-            library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-            library.define(schema)  # type: ignore[no-untyped-call]
-            _KEPT_LIBRARIES.append(library)
-        importlib.import_module("torchvision")
-
+    """Import what every server needs, without starting threads, and return the API server's entry point."""
+    hide_unfit_packages()
     for name in (
         "vllm.entrypoints.openai.api_server",
         "vllm.v1.engine.async_llm",
@@ -115,10 +89,6 @@ def _calm_nixl() -> None:
             super().__setattr__(name, _NIXL_DELAY_US if name == "pthrDelay" else value)
 
     bindings.nixlAgentConfig = CalmAgentConfig
-
-
-_KEPT_LIBRARIES: list[object] = []
-"""torch forgets an operator when its library object is collected."""
 
 
 def _run_nursery() -> None:

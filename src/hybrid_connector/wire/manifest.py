@@ -3,7 +3,7 @@
 1. ``RankManifest``: where a rank's region lies, how it is laid out, and what the transport needs to reach it.
 2. ``Factors``: named facts that two engines must agree on, with a fingerprint; geometry is not among them, the
    planner compares that tensor by tensor.
-3. ``EngineManifest``: all ranks of one start of one engine.
+3. ``EngineManifest``: all ranks of one start of one engine. ``refuse_incompatible`` compares two: the handshake.
 
 Schema rules: a new field has a default; no field is renamed, reordered or retyped; unknown fields are ignored.
 """
@@ -17,6 +17,7 @@ from msgspec import Meta, Struct, msgpack
 
 from hybrid_connector.core.blocks import RankLayout
 from hybrid_connector.core.errors import IncompatibleError
+from hybrid_connector.core.planning import plan_engine
 
 MAX_RANKS = 4096
 
@@ -130,3 +131,12 @@ class EngineManifest(Struct, frozen=True):
     def pp_size(self) -> int:
         """Number of pipeline stages."""
         return len(self.ranks) // self.tp_size
+
+
+def refuse_incompatible(ours: EngineManifest, theirs: EngineManifest) -> None:
+    """Raise ``IncompatibleError``, naming why, where ``ours``, of D, cannot load what ``theirs``, of P, holds."""
+    refuse_difference(ours.factors, theirs.factors)
+    for rank in theirs.ranks:
+        if rank.transport != ours.ranks[0].transport:
+            raise IncompatibleError(f"transport: {rank.transport} on P, {ours.ranks[0].transport} on D")
+    plan_engine([rank.layout for rank in ours.ranks], [rank.layout for rank in theirs.ranks])

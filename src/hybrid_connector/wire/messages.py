@@ -41,9 +41,10 @@ class RefusalReason(StrEnum):
     NOT_SEALED = "not_sealed"  # a step that may still write the blocks is in flight; retry
     NOT_READY = "not_ready"  # the digest is being computed; retry
     WRONG_TOKEN = "wrong_token"  # not the token that was given out with the answer
+    WITHDRAWN = "withdrawn"  # P's cache was reset
     UNSUPPORTED_PROTOCOL = "unsupported_protocol"  # P and D speak different versions
     MALFORMED = "malformed"  # what came is no message of this protocol
-    OVERLOADED = "overloaded"  # P cannot answer now, as while it starts; retry
+    OVERLOADED = "overloaded"  # P cannot answer now: it starts, or was asked too often; retry
     OTHER = "other"  # P failed to answer, or gave a reason newer than this version; the detail says which
 
     @classmethod

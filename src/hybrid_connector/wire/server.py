@@ -1,15 +1,20 @@
 """How does an engine answer its peers?
 
-One thread polls a ROUTER socket, the ZAP handler's socket where there is a secret, and a wake-up for ``close``.
-A message is three frames: the client (added by ROUTER), the call id and a request. Whatever else comes is refused
-as malformed where it has a call id, ignored where not; the thread outlives all of it and waits for no client.
+One thread polls a ROUTER socket, its monitor, the ZAP handler's socket where there is a secret, and a wake-up for
+``close``. A message is three frames: the client (added by ROUTER), the call id and a request.
+1. Who asks too often, by client and by address, is refused as OVERLOADED; who goes on is not answered.
+2. What is no request is refused as malformed where it has a call id, ignored where not.
+3. Connections are bounded in number and in what they may leave unread.
+The thread outlives all of it and waits for no client.
 """
 
 import errno
 import ipaddress
 import logging
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -17,14 +22,18 @@ import msgspec
 import zmq
 
 from hybrid_connector.core.errors import ConfigError, WireError
+from hybrid_connector.core.pace import Pace, Rate, Verdict
+from hybrid_connector.wire.connections import Connections
 from hybrid_connector.wire.messages import (
     MAX_DETAIL_CHARS,
     MAX_REQUEST_BYTES,
     Hello,
     RefusalReason,
     Refused,
+    Release,
     Reply,
     Request,
+    Welcome,
     decode_request,
     encode,
 )
@@ -35,23 +44,49 @@ from hybrid_connector.wire.sockets import (
     Address,
     Context,
     FaultLog,
+    Message,
     Socket,
     Wakeup,
     bound,
-    receive,
+    receive_from,
     resolve,
 )
 
-_RECEIVE_QUEUE = 100  # requests of at most 64 KiB kept per client; more wait in the client, nothing is lost
+_RECEIVE_QUEUE = 32  # requests of at most 64 KiB kept per client; more wait in the client, nothing is lost
+_HANDSHAKE_MS = 5_000  # for a stranger to show that it is none
+_SWEEP_MS, _TRUSTED_SWEEP_MS = 100, 1_000
+"""Between two looks for messages that do not end: 64 connections take 1 ms. Where there is a secret only engines that
+have it can send any, so a fault is looked for, not an attack."""
 
 logger = logging.getLogger(__name__)
+
+
+CLIENT_RATE, ADDRESS_RATE = Rate(5_000, 10_000), Rate(20_000, 100_000)
+"""About what one thread can answer. 64 engines behind one address, each with 512 requests whose leases of 30 s are
+renewed every 10 s, ask 3,300 times per second, 51 times each; when all ask at once, for grants or after a stall, 512
+times each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a server takes. A question costs a credit and its answer one more for every ``bytes_per_credit``."""
+
+    client: Rate = CLIENT_RATE
+    address: Rate = ADDRESS_RATE
+    bytes_per_credit: int = 16 * 1024
+    max_connections: int = 512
+    max_unread_bytes: int = _RECEIVE_QUEUE * MAX_REQUEST_BYTES + 2**20
+
+
+DEFAULT_LIMITS = Limits()
 
 
 class SideChannelServer:
     """Answers requests in one daemon thread; ``answer`` runs there and must not block.
 
     An exception in ``answer`` becomes a refusal. Without ``security`` only a loopback ``host`` is bound, unless
-    ``allow_insecure``. ``send_queue``: replies kept for a client that does not read, later ones are dropped.
+    ``allow_insecure``. ``send_queue``: replies kept for a client that does not read, later ones are dropped. A
+    ``Welcome`` is encoded once and held in memory once for all who get it, as long as ``answer`` gives the same one.
     """
 
     def __init__(
@@ -64,6 +99,7 @@ class SideChannelServer:
         security: Security | None,
         allow_insecure: bool = False,
         send_queue: int = 1000,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self._address = Address(host, port)
         self._answer = answer
@@ -71,11 +107,27 @@ class SideChannelServer:
         self._security = security
         self._allow_insecure = allow_insecure
         self._send_queue = send_queue
+        self._limits = limits
+        self._clients = Pace(limits.client)
+        self._addresses = Pace(limits.address)
+        self._welcome: tuple[Welcome, zmq.Frame] | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._faults = FaultLog("side channel server")
         self._stats = dict.fromkeys(
-            ("requests", "malformed", "ignored", "answer_failed", "reply_dropped", "strangers", "faults"), 0
+            (
+                "requests",
+                "malformed",
+                "ignored",
+                "overloaded",
+                "flood_dropped",
+                "answer_failed",
+                "reply_dropped",
+                "strangers",
+                "connections_cut",
+                "faults",
+            ),
+            0,
         )
 
     @property
@@ -88,8 +140,10 @@ class SideChannelServer:
         """Counts since the start.
 
         ``requests``: those that ``answer`` saw. ``malformed``: refused as such. ``ignored``: messages without a
-        readable call id. ``answer_failed``: exceptions in ``answer``. ``reply_dropped``: the client was gone or did
-        not read. ``strangers``: clients with a wrong key. ``faults``: exceptions in the loop itself.
+        readable call id. ``overloaded``: refused as such. ``flood_dropped``: not even refused. ``answer_failed``:
+        exceptions in ``answer``. ``reply_dropped``: the client was gone or did not read. ``strangers``: connections
+        that ended before a message of theirs was read: wrong key, no key, no ZeroMQ. ``connections_cut``: sent away,
+        because there were too many or they sent too much at once. ``faults``: exceptions in the loop itself.
         """
         return dict(self._stats)
 
@@ -109,8 +163,10 @@ class SideChannelServer:
             router.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
             router.setsockopt(zmq.SNDHWM, self._send_queue)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a full or vanished client raises, so it is counted
+            router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
             if self._security is not None:
                 self._security.protect_server(router)
+            connections = Connections(context, router, self._limits.max_connections, self._limits.max_unread_bytes)
             router.setsockopt(zmq.IPV6, int(":" in host))
             router.bind(f"tcp://{Address(host, self._address.port)}")
         except (zmq.ZMQError, OverflowError) as error:
@@ -119,9 +175,13 @@ class SideChannelServer:
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self._address = Address(self._address.host, int(endpoint.rstrip(b"\0").rpartition(b":")[2]))
+        connections.listen(self._address.port)
         self._wakeup = Wakeup()
         self._thread = threading.Thread(
-            target=self._run, args=(context, router, zap), name="hybrid-connector-side-channel-server", daemon=True
+            target=self._run,
+            args=(context, router, connections, zap),
+            name="hybrid-connector-side-channel-server",
+            daemon=True,
         )
         self._thread.start()
 
@@ -170,20 +230,26 @@ class SideChannelServer:
                 return f"this process may not bind port {self._address.port}"
         return f"cannot bind {self._address}: {error}"
 
-    def _run(self, context: Context, router: Socket, zap: Socket | None) -> None:
+    def _run(self, context: Context, router: Socket, connections: Connections, zap: Socket | None) -> None:
         poller = zmq.Poller()
-        poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        poller.register(router, zmq.POLLIN)
-        if zap is not None:
-            poller.register(zap, zmq.POLLIN)
+        for source in (self._wakeup.fileno(), router, connections.monitor, *([zap] if zap is not None else [])):
+            poller.register(source, zmq.POLLIN)
+        sweep_ms = _SWEEP_MS if self._security is None else _TRUSTED_SWEEP_MS
+        sweep_at = 0.0
         try:
             while not self._stopping.is_set():
                 try:
-                    ready = dict(poller.poll())
+                    ready = dict(poller.poll(sweep_ms if len(connections) else None))
                     if zap in ready and zap is not None:
                         self._admit(zap)
+                    connections.update()
                     if router in ready:
-                        self._serve(router)
+                        self._serve(router, connections)
+                    if time.monotonic() >= sweep_at:
+                        connections.sweep()
+                        sweep_at = time.monotonic() + sweep_ms / 1000
+                    self._stats["strangers"] = connections.num_strangers
+                    self._stats["connections_cut"] = connections.num_cut
                 except Exception as error:
                     self._stats["faults"] += 1
                     self._faults.report("loop", error)
@@ -194,26 +260,43 @@ class SideChannelServer:
 
     def _admit(self, zap: Socket) -> None:
         assert self._security is not None
-        answer, accepted = self._security.judge(zap.recv_multipart())
-        self._stats["strangers"] += not accepted
+        answer, _ = self._security.judge(zap.recv_multipart())
         zap.send_multipart(answer)
 
-    def _serve(self, router: Socket) -> None:
+    def _serve(self, router: Socket, connections: Connections) -> None:
         for _ in range(BURST):
-            frames = receive(router, 4)
-            if frames is None:
+            message = receive_from(router, 3)
+            if message is None:
                 return
-            if len(frames) < 2 or len(frames[1]) != CALL_ID_BYTES:
-                self._stats["ignored"] += 1
-                continue
-            client, call_id, *payload = frames
-            try:
-                router.send_multipart([client, call_id, self._reply_to(payload)], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                self._stats["reply_dropped"] += 1
-                self._faults.report("a reply was dropped, its client is gone or does not read", error)
+            connections.hear(message.fd)
+            self._handle(router, message)
 
-    def _reply_to(self, payload: list[bytes]) -> bytes:
+    def _handle(self, router: Socket, message: Message) -> None:
+        now = time.monotonic()
+        verdict = max(self._clients.judge(message.client, now), self._addresses.judge(message.address, now))
+        if verdict is Verdict.DROP:
+            self._stats["flood_dropped"] += 1
+            return
+        if not message.frames or len(message.frames[0]) != CALL_ID_BYTES:
+            self._stats["ignored"] += 1
+            return
+        call_id, *payload = message.frames
+        wait_s = 0.0
+        if verdict is Verdict.REFUSE:
+            wait_s = max(self._clients.wait_s(message.client, now), self._addresses.wait_s(message.address, now))
+        reply = self._reply_to(payload, wait_s)
+        try:
+            router.send_multipart([message.client, call_id, reply], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._stats["reply_dropped"] += 1
+            self._faults.report("a reply was dropped, its client is gone or does not read", error)
+        weight = len(reply) // self._limits.bytes_per_credit
+        if weight:
+            self._clients.charge(message.client, weight, now)
+            self._addresses.charge(message.address, weight, now)
+
+    def _reply_to(self, payload: list[bytes], wait_s: float) -> bytes | zmq.Frame:
+        """``wait_s``: how long the asker has to wait before it asks again; 0 where it is answered."""
         if len(payload) != 1:
             return encode(
                 self._refuse_malformed(f"expected two frames, a call id and a request, got {len(payload) + 1}")
@@ -223,17 +306,27 @@ class SideChannelServer:
         except WireError as error:
             return encode(self._refuse_malformed(str(error)))
         request_id = "" if isinstance(request, Hello) else request.request_id
+        if wait_s and not isinstance(request, Release):  # which takes load away
+            self._stats["overloaded"] += 1
+            detail = f"too many questions, or too large answers: ask again after {wait_s:.2f} s"
+            return encode(Refused(request_id, RefusalReason.OVERLOADED, detail, wait_s, incarnation=self._incarnation))
         self._stats["requests"] += 1
         try:
             reply = self._answer(request)
             if isinstance(reply, Refused) and len(reply.detail) > MAX_DETAIL_CHARS:
                 reply = msgspec.structs.replace(reply, detail=reply.detail[:MAX_DETAIL_CHARS])
-            return encode(reply)
+            return self._encode_once(reply) if isinstance(reply, Welcome) else encode(reply)
         except Exception as error:
             self._stats["answer_failed"] += 1
             self._faults.report(f"{type(request).__name__} could not be answered", error)
             detail = f"{type(error).__name__} while answering {type(request).__name__}; P's log has the details"
             return encode(Refused(request_id, RefusalReason.OTHER, detail, incarnation=self._incarnation))
+
+    def _encode_once(self, welcome: Welcome) -> zmq.Frame:
+        """Megabytes, and wanted by everyone: libzmq counts references to a frame's content."""
+        if self._welcome is None or self._welcome[0] is not welcome:
+            self._welcome = welcome, zmq.Frame(encode(welcome))
+        return self._welcome[1]
 
     def _refuse_malformed(self, detail: str) -> Refused:
         self._stats["malformed"] += 1

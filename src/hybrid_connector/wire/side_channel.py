@@ -7,7 +7,7 @@ and a payload (``wire.messages``); the reply repeats the call id. With a shared 
 
 from hybrid_connector.wire.client import SideChannelClient
 from hybrid_connector.wire.security import Security, load_secret
-from hybrid_connector.wire.server import SideChannelServer
+from hybrid_connector.wire.server import Limits, SideChannelServer
 from hybrid_connector.wire.sockets import Address
 
-__all__ = ["Address", "Security", "SideChannelClient", "SideChannelServer", "load_secret"]
+__all__ = ["Address", "Limits", "Security", "SideChannelClient", "SideChannelServer", "load_secret"]

@@ -1,7 +1,8 @@
 """What do the two ends of the side channel share?
 
 1. ``Address`` and ``resolve``: from a host name to numeric addresses.
-2. ``bound`` and ``receive``: sockets that are limited in what they take, messages of at most so many frames.
+2. ``bound``, ``receive`` and ``receive_from``: sockets that are limited in what they take, messages of at most so
+   many frames.
 3. ``Wakeup`` and ``FaultLog``: how a thread is interrupted, and how it reports what went wrong in it.
 """
 
@@ -9,6 +10,7 @@ import ipaddress
 import logging
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import zmq
@@ -101,14 +103,50 @@ def bound(zmq_socket: Socket, max_bytes: int) -> None:
     zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a ROUTER received: from which client, which address, which connection (a file descriptor, -1: unknown)."""
+
+    client: bytes
+    address: str
+    fd: int
+    frames: list[bytes]
+
+
 def receive(zmq_socket: Socket, max_frames: int) -> list[bytes] | None:
     """The next message, ``None`` where there is none; frames from the ``max_frames``-th on are thrown away."""
     try:
-        frames = [zmq_socket.recv(zmq.NOBLOCK)]
+        first = zmq_socket.recv(zmq.NOBLOCK)
     except zmq.Again:
         return None
+    return [first, *_rest(zmq_socket, max_frames - 1)]
+
+
+def receive_from(router: Socket, max_frames: int) -> Message | None:
+    """The next message and where it came from; ``max_frames`` as in ``receive``, the client's frame not counted."""
+    try:
+        client = router.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    return Message(client.bytes, _property(client, "Peer-Address"), _connection(client), _rest(router, max_frames))
+
+
+def _rest(zmq_socket: Socket, max_frames: int) -> list[bytes]:
+    frames: list[bytes] = []
     while zmq_socket.getsockopt(zmq.RCVMORE):
         frame = zmq_socket.recv(zmq.NOBLOCK)
         if len(frames) < max_frames:
             frames.append(frame)
     return frames
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:  # libzmq did not note it
+        return ""
+
+
+def _connection(frame: zmq.Frame) -> int:
+    number = _property(frame, "__fd")
+    return int(number) if number.isdecimal() else -1

@@ -29,7 +29,7 @@ from hybrid_connector.wire.manifest import Factors
 Device = Literal["cpu", "cuda"]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-_ALIASES = {"HND": "LBHNC", "NHD": "LBNHC", "auto": "LBHNC"}
+LAYOUT_ALIASES = {"HND": "LBHNC", "NHD": "LBNHC", "auto": "LBHNC"}
 _DEFAULT_BACKENDS: Mapping[tuple[str, bool], str] = {
     ("cuda", False): "FLASH_ATTN",
     ("cuda", True): "FLASH_ATTN_MLA",
@@ -122,7 +122,7 @@ def parse_serve(line: str, device: Device) -> Settings:
         kv_cache_dtype=known.kv_cache_dtype,
         conv_dtype=known.mamba_cache_dtype,
         temporal_dtype=known.mamba_ssm_cache_dtype,
-        layout=_ALIASES.get(layout, layout),
+        layout=LAYOUT_ALIASES.get(layout, layout),
         channel_first=conv_layout == "DS",
         backend=known.attention_backend,
         speculative=_speculation(known.speculative_config),

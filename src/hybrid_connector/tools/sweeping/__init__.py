@@ -1,0 +1,1 @@
+"""What ``hybrid-connector sweep`` measures, keeps and draws."""
