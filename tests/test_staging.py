@@ -15,7 +15,7 @@ from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.core.planning import plan_transfer
 from hybrid_connector.engine.exchange import LoadOrder, LoadRecord
 from hybrid_connector.engine.loads import Loads
-from hybrid_connector.engine.reading import MIN_SEEN, SEEN_WITHIN, Limits
+from hybrid_connector.engine.reading import REFIT_EVERY, SEEN_WITHIN, Limits
 from hybrid_connector.transport.base import Region, host_region
 from hybrid_connector.transport.binding import Binder, Ints, Spans
 from hybrid_connector.transport.cost import SCATTER, Cost, Staging, choose, is_staged
@@ -612,9 +612,9 @@ def test_an_engine_learns_from_reads_whose_end_it_saw() -> None:
 def test_a_few_readings_and_the_first_after_a_failure_say_nothing() -> None:
     world = World()
     peer = world.loads[0]._peers["P", "first"]
-    for seen in range(MIN_SEEN + 2):
+    for seen in range(REFIT_EVERY + 2):
         assert len(peer.estimates.get(0, ())) == max(0, seen - 1)
-        assert (peer.cost(0) != peer.start) is (seen > MIN_SEEN)
+        assert (peer.cost(0) != peer.start) is (seen > REFIT_EVERY)
         peer.note(0, 10, 1 << 20, 1e-3)
     world.fabric.fail_next(peer="P.0")
     world.start()

@@ -50,8 +50,12 @@ class Limits:
 
 SEEN_WITHIN = 0.2
 """A read tells the cost model something if its end was noticed within this share of the time it took."""
-MIN_SEEN = 8
-"""Fewer readings say too little beside the noise in them; until then the cost is the one to start with."""
+REFIT_EVERY = 8
+"""Fewer readings say too little beside the noise in them, and fitting a cost takes half a millisecond."""
+
+
+def _estimate(start: Cost) -> Estimate:
+    return Estimate(start, window=64, half_life=32, refit_every=REFIT_EVERY)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +75,7 @@ class Peer:
     def cost(self, src_rank: int) -> Cost:
         """What reads from one of its ranks cost."""
         estimate = self.estimates.get(src_rank)
-        return self.start if estimate is None or len(estimate) < MIN_SEEN else estimate.cost
+        return self.start if estimate is None else estimate.cost
 
     def note(self, src_rank: int, num_descriptors: int, num_bytes: int, seconds: float | None) -> None:
         """A read from that rank ended well, within ``seconds`` if that is known.
@@ -79,7 +83,7 @@ class Peer:
         The first over a connection says nothing: it has set the connection up.
         """
         if src_rank in self.connected and seconds is not None:
-            estimate = self.estimates.setdefault(src_rank, Estimate(self.start, window=64, half_life=32))
+            estimate = self.estimates.setdefault(src_rank, _estimate(self.start))
             estimate.add(num_descriptors, num_bytes, seconds)
         self.connected.add(src_rank)
 
@@ -166,14 +170,14 @@ class Reads:
         self._staging = staging
         self._clock = clock
         self._limits = limits
-        self._scatter_cost = Estimate(SCATTER[region.memory], window=64, half_life=32)
+        self._scatter_cost = _estimate(SCATTER[region.memory])
         self._jobs: list[Job] = []
         self._turns: deque[Job] = deque()
 
     @property
     def scatter_cost(self) -> Cost:
         """Of bringing staged runs to their places. A GPU's stays as it was: its end is seen too late to learn from."""
-        return self._scatter_cost.cost if len(self._scatter_cost) >= MIN_SEEN else SCATTER[self._region.memory]
+        return self._scatter_cost.cost
 
     def add(self, job: Job) -> None:
         """Read what ``job`` holds, in turn with the others."""

@@ -184,15 +184,17 @@ class Estimate:
 
     Weighted least squares of the relative error over the last ``window`` transfers; the weight falls by half every
     ``half_life`` transfers, and with the error of a transfer beyond a tolerance, so that a machine that stood still
-    tells nothing. Refitted when asked for, at most once per new transfer: 1 ms for 256 of them. Not thread-safe.
+    tells nothing. Refitted when asked for, once per ``refit_every`` new transfers: 1 ms for 256 of them. Not
+    thread-safe.
     """
 
-    def __init__(self, start: Cost, *, window: int = 256, half_life: float = 64.0) -> None:
+    def __init__(self, start: Cost, *, window: int = 256, half_life: float = 64.0, refit_every: int = 1) -> None:
         self._start = start
         self._half_life = half_life
         self._seen: deque[tuple[int, int, float]] = deque(maxlen=window)
         self._cost = start
-        self._is_stale = False
+        self._refit_every = refit_every
+        self._num_new = 0
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -201,14 +203,14 @@ class Estimate:
         """A transfer that completed; one without descriptors or time says nothing and is left out."""
         if num_descriptors > 0 and num_bytes > 0 and seconds > 0:
             self._seen.append((num_descriptors, num_bytes, seconds))
-            self._is_stale = True
+            self._num_new += 1
 
     @property
     def cost(self) -> Cost:
         """What the transfers so far say; the starting figures before the first."""
-        if self._is_stale:
+        if self._num_new >= self._refit_every:
             self._cost = fit(self._start, self._seen, half_life=self._half_life)
-            self._is_stale = False
+            self._num_new = 0
         return self._cost
 
 
