@@ -16,7 +16,7 @@ import numpy as np
 
 from hybrid_connector.connector import HybridNixlConnector
 from hybrid_connector.core import leases
-from hybrid_connector.engine import consumer, loads, producer, scheduler, verification
+from hybrid_connector.engine import consumer, loads, producer, reading, scheduler, verification
 from hybrid_connector.transport.base import Region, Transfer, TransferState
 from hybrid_connector.transport.binding import BoundCopies
 
@@ -98,37 +98,26 @@ class FaultyConnector(HybridNixlConnector):
 
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
-        worker = self._in_worker
-        worker._loads._transport = FaultyTransport(worker._loads._transport, Path(os.environ[DIR_VARIABLE]))
+        reads = self._in_worker._loads._reads
+        reads._transport = FaultyTransport(reads._transport, Path(os.environ[DIR_VARIABLE]))
 
 
 # The guards, each as what the code would be without it.
 
 
 def _failed_reads_count_as_done() -> None:
-    def has_ended(self, load):
-        load.reads = [read for read in load.reads if read.poll() is TransferState.PENDING]
-        load.error = None
-        return not load.reads
-
-    loads.Loads._has_ended = has_ended
+    reading.Job.fail = lambda self, reason: None
 
 
 def _first_failed_read_ends_the_load() -> None:
     """Blocks go back while other reads still land (I3)."""
     has_ended = loads.Loads._has_ended
-    running = []
 
     def ended_early(self, load):
-        for other in running:
-            other.poll()
         if has_ended(self, load):
             return True
-        if load.error is not None:
-            running.extend(load.reads)
-            load.reads = []
-            return True
-        return False
+        load.error = load.error or (load.job.error if load.job is not None else None)
+        return load.error is not None
 
     loads.Loads._has_ended = ended_early
 

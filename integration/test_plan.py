@@ -81,7 +81,13 @@ def test_counters_of_a_real_transfer_are_what_plan_prints(fleet, kind, prefill_t
     prefill, decode = fleet.engines(
         **{
             f"P-plan-{kind}": {"model": kind, "role": "kv_producer", "tp": prefill_tp},
-            f"D-plan-{kind}": {"model": kind, "role": "kv_consumer", "tp": decode_tp},
+            # Descriptors are those of direct reads.
+            f"D-plan-{kind}": {
+                "model": kind,
+                "role": "kv_consumer",
+                "tp": decode_tp,
+                "config": {"staging": "never"},
+            },
         }
     ).values()
     lines = [shlex.join([*CPU_ARGS, "--tensor-parallel-size", str(tp)]) for tp in (prefill_tp, decode_tp)]

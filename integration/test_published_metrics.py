@@ -35,7 +35,10 @@ def test_what_an_engine_publishes_is_the_table():
     kinds = (("attention", 7_000_000), ("conv", 1_000_000), ("temporal", 2_000_000))
     for rank in range(4):  # four ranks of 10 MB each, reported a step apart
         step = HybridConnectorStats()
-        step.record(LoadRecord("r", rank, kind_bytes=kinds, num_descriptors=3, post_s=0.5, transfer_s=0.25), "p:5600")
+        load = LoadRecord(
+            "r", rank, kinds, num_descriptors=3, post_s=0.5, transfer_s=0.25, direct_bytes=4, staged_bytes=5
+        )
+        step.record(load, "p:5600")
         stats = stats.aggregate(step)
     stats.record(LoadRecord("s", 0, error="gone"), "p:5600", Failure.LEASE_LOST)
     seen = {key.partition("|")[0] for key in stats.data}
@@ -61,6 +64,8 @@ def test_what_an_engine_publishes_is_the_table():
             line for line in text.splitlines() if line.startswith(f"vllm:hybrid_connector_bytes_total{{{labels}}}")
         ]
         assert float(line.rpartition(" ")[2]) == 4 * num_bytes
+    for way, num_bytes in (("direct", 16.0), ("staged", 20.0)):
+        assert f'vllm:hybrid_connector_read_bytes_total{{engine="0",model_name="m",way="{way}"}} {num_bytes}' in text
     assert 'vllm:hybrid_connector_transfer_seconds_sum{engine="0",model_name="m"} 1.0' in text
     assert 'vllm:hybrid_connector_failed_loads_total{engine="0",model_name="m",reason="lease_lost"} 1.0' in text
 

@@ -265,7 +265,7 @@ class Recorder:
         from hybrid_connector.transport.binding import Binder
 
         nixl.nixl_agent_config = functools.partial(nixl.nixl_agent_config, capture_telemetry=True)
-        end, record, bind = nixl.NixlTransfer._end, Loads._record, Binder.bind
+        end, record, bind = nixl.NixlTransfer._end, Loads._record, Binder.bind_parts
 
         def _end(read: nixl.NixlTransfer, state: TransferState) -> None:
             if state is TransferState.DONE:
@@ -293,7 +293,7 @@ class Recorder:
             self.records.append({"kind": "bind", "bind_s": time.perf_counter() - began})
             return bound
 
-        nixl.NixlTransfer._end, Loads._record, Binder.bind = _end, _record, timed_bind
+        nixl.NixlTransfer._end, Loads._record, Binder.bind_parts = _end, _record, timed_bind
 
 
 def run_engine(conn: Connection, args: argparse.Namespace, pair: Pair, role: str, model: Path, log: Path) -> None:

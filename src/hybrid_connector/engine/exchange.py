@@ -93,6 +93,8 @@ class LoadRecord:
 
     ``post_s``: from the order until the last read was posted; ``transfer_s``: from there until the last byte.
     ``digests``: of a load to be verified. ``verified``: the verdict on a load that was recorded before.
+    ``direct_bytes``, ``staged_bytes``: read from P straight into place, and as whole pages into the staging area, which
+    hold more than was wanted.
     """
 
     request_id: str
@@ -104,6 +106,8 @@ class LoadRecord:
     error: str | None = None
     digests: tuple[ReadDigest, ...] = ()
     verified: bool | None = None
+    direct_bytes: int = 0
+    staged_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:

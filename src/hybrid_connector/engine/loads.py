@@ -1,16 +1,18 @@
 """How does a D worker fill a request's blocks? (invariants I3 and I5)
 
 1. ``start`` marks the compute stream: the blocks may still be written by work queued before.
-2. Once the mark has passed, the plan is bound to the request's blocks and one read per P rank is posted.
-3. A load ends when *all* its reads have ended, well or not; only then may its blocks be given back.
+2. The plan is bound to the request's blocks; for each P rank and pair of cache groups, the cost model says whether its
+   runs are read directly, or whole pages through the staging area. ``engine.reading`` reads, writing after the mark.
+3. A load ends when *all* its reads and scatters have ended, well or not; only then may its blocks be given back.
 4. Where it is to be verified, the bytes are digested before it is reported; the verdict comes with a later step.
 
 ``poll`` drives all loads and never waits.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from hybrid_connector.core.blocks import RankLayout
 from hybrid_connector.core.errors import HybridConnectorError
@@ -18,23 +20,15 @@ from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.core.planning import plan_transfer
 from hybrid_connector.engine.exchange import LoadOrder, LoadRecord, ReadDigest
 from hybrid_connector.engine.ordering import ComputeStream, Mark
-from hybrid_connector.transport.base import Region, Transfer, TransferState, Transport
-from hybrid_connector.transport.binding import Binder, kind_bytes
+from hybrid_connector.engine.reading import Clock, Job, Limits, Peer, Reads, cut_direct
+from hybrid_connector.transport.base import Region, Transport
+from hybrid_connector.transport.binding import Binder, BoundPart, join_parts, kind_bytes
+from hybrid_connector.transport.cost import DEFAULTS, START, Cost, Staging, is_staged
 from hybrid_connector.transport.digest import Digester, DigestJob, HostDigester, PairedRuns, run_lists
+from hybrid_connector.transport.staging import StagingArea, cut
 from hybrid_connector.wire.manifest import EngineManifest
 
 logger = logging.getLogger(__name__)
-
-Clock = Callable[[], float]
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A P engine this rank reads from; its ranks are added to the transport with each read."""
-
-    manifest: EngineManifest
-    binder: Binder
-    handles: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -42,22 +36,22 @@ class _Load:
     order: LoadOrder
     mark: Mark
     started_at: float
-    posted_at: float | None = None
-    ended_at: float | None = None
-    reads: list[Transfer] = field(default_factory=list)
-    ended: list[Transfer] = field(default_factory=list)
+    job: Job | None = None
     kinds: dict[StateKind, int] = field(default_factory=dict)
     runs: list[PairedRuns] = field(default_factory=list)
     jobs: list[DigestJob] | None = None
     digests: tuple[ReadDigest, ...] = ()
     error: str | None = None
+    failed_at: float = 0.0
 
 
 class Loads:
     """The loads of one D rank.
 
     ``on_loaded`` is called with the order and the record of each load that ended well, before the load is reported.
-    ``digester``: of the region; by default for one in host memory.
+    ``digester``: of the region; by default for one in host memory. ``staging``: where pages may be read whole, and
+    ``use_staging`` whether they are; without an area everything is read directly. ``cost``: what reads cost before any
+    was seen; by default the figures of the memory's own transport.
     """
 
     def __init__(
@@ -69,6 +63,10 @@ class Loads:
         clock: Clock,
         on_loaded: Callable[[LoadOrder, LoadRecord], None] | None = None,
         digester: Digester | None = None,
+        staging: StagingArea | None = None,
+        use_staging: Staging = "auto",
+        cost: Cost | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._layout = layout
         self._region = region
@@ -76,11 +74,16 @@ class Loads:
         self._stream = stream
         self._clock = clock
         self._on_loaded = on_loaded
-        self._peers: dict[tuple[str, str], _Peer] = {}
+        self._peers: dict[tuple[str, str], Peer] = {}
         self._unusable: dict[tuple[str, str], str] = {}
         self._loads: dict[str, _Load] = {}
         self._digester = digester or HostDigester(region)
         self._decided: list[LoadRecord] = []
+        self._staging = staging
+        self._use_staging: Staging = use_staging
+        self._cost = cost or DEFAULTS[START[region.memory]]
+        self._limits = limits or Limits()
+        self._reads = Reads(region, transport, staging, clock, self._limits)
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -102,7 +105,16 @@ class Loads:
             self._unusable[key] = f"engine {key[0]} cannot be read from: {error}"
             logger.error("%s", self._unusable[key])
             return
-        self._peers[key] = _Peer(manifest, binder)
+        self._peers[key] = Peer(manifest, binder, self._cost)
+        if self._staging is not None and self._use_staging != "never" and binder.can_stage:
+            self._open(self._staging)
+
+    def _open(self, staging: StagingArea) -> None:
+        """Where the area cannot be had, say so once; everything is read directly then."""
+        had_problem = staging.problem is not None
+        staging.open(self._transport)
+        if staging.problem is not None and not had_problem:
+            logger.warning("%s", staging.problem)
 
     def start(self, order: LoadOrder) -> None:
         """Begin a load; everything queued on the compute stream so far is waited for before the first byte moves."""
@@ -130,63 +142,75 @@ class Loads:
         self._unusable.pop(key, None)
         peer = self._peers.pop(key, None)
         if peer is not None:
+            peer.is_gone = True
             for handle in peer.handles.values():
                 self._transport.remove_peer(handle)
 
     def drain(self) -> int:
         """Poll what was posted, post nothing more; returns how many loads may still write."""
-        running = 0
-        for load in self._loads.values():
-            if load.posted_at is not None and not self._has_ended(load):
-                running += 1
-        return running
+        return self._reads.drain()
 
     def poll(self) -> list[LoadRecord]:
-        """Post what may be posted and return the loads that have ended, or were decided on, since the last call."""
+        """Read what may be read now; returns the loads that have ended, or were decided on, since the last call."""
         records, self._decided = self._decided, []
+        for load in self._loads.values():
+            if load.job is None and load.error is None:
+                self._bind(load)
+        self._reads.advance()
         for load in list(self._loads.values()):
-            if load.posted_at is None and load.mark.has_passed():
-                self._post(load)
-            if load.posted_at is not None and self._has_ended(load) and self._is_digested(load):
+            if self._has_ended(load) and self._is_digested(load):
                 del self._loads[load.order.request_id]
                 records.append(self._record(load))
         return records
 
-    def _post(self, load: _Load) -> None:
+    def _bind(self, load: _Load) -> None:
         order = load.order
         try:
             peer = self._peers.get(order.peer)
             if peer is None:
                 raise HybridConnectorError(f"engine {order.peer[0]} restarted before the read was posted")
-            bound = peer.binder.bind(order.src_block_ids, order.dst_block_ids, order.num_tokens, order.first_tokens)
-            load.kinds = kind_bytes(bound)
-            for copies in bound:
-                remote = peer.manifest.ranks[copies.src_rank]
-                # Each time: cheap for a known peer, and after a failed read it is what connects again.
-                handle = peer.handles[copies.src_rank] = self._transport.add_peer(remote.identity)
-                region = Region(remote.region_address, remote.layout.region_bytes, remote.memory, remote.device)
-                load.reads.append(self._transport.read(handle, copies, self._region, region))
-                if order.verify:
+            bound = peer.binder.bind_parts(
+                order.src_block_ids, order.dst_block_ids, order.num_tokens, order.first_tokens
+            )
+            whole = [join_parts(parts) for parts in bound]
+            load.kinds = kind_bytes(whole)
+            job = Job(peer, load.mark)
+            for parts in bound:
+                self._sort(job, parts)
+            if order.verify:
+                for copies in whole:
+                    remote = peer.manifest.ranks[copies.src_rank]
+                    region = Region(remote.region_address, remote.layout.region_bytes, remote.memory, remote.device)
                     load.runs.extend(run_lists(copies, self._region, region))
         except (HybridConnectorError, ValueError) as error:
             load.error = str(error)
-        load.posted_at = self._clock()
+            load.failed_at = self._clock()
+            return
+        load.job = job
+        self._reads.add(job)
+
+    def _sort(self, job: Job, parts: Sequence[BoundPart]) -> None:
+        """Give ``job`` what it reads from one P rank, each part the way the cost model says."""
+        staging = self._staging
+        if staging is None or staging.scatter is None:
+            job.pieces.extend(cut_direct(join_parts(parts), self._limits))
+            return
+        transfer = job.peer.cost(parts[0].copies.src_rank)
+        scatter = self._reads.scatter_cost
+        ways = [is_staged(part, transfer, scatter, self._use_staging) for part in parts]
+        if staged := list(compress(parts, ways)):
+            job.chunks.extend(cut(staged, staging.chunk_bytes))
+        if direct := [part for part, way in zip(parts, ways, strict=True) if not way]:
+            job.pieces.extend(cut_direct(join_parts(direct), self._limits))
 
     def _has_ended(self, load: _Load) -> bool:
-        """Whether no read of the load can write any more. An error of one read does not end the others."""
-        running = []
-        for read in load.reads:
-            state = read.poll()
-            if state is TransferState.PENDING:
-                running.append(read)
-                continue
-            if state is TransferState.FAILED:
-                load.error = load.error or read.error or "read failed"
-            load.ended.append(read)
-        load.reads = running
-        if not running and load.ended_at is None:
-            load.ended_at = self._clock()
-        return not running
+        """Whether nothing of the load can write any more, and nobody else what it was to fill."""
+        if load.job is None:
+            return load.error is not None and load.mark.has_passed()
+        if load.job.ended_at is None or not load.mark.has_passed():
+            return False
+        load.error = load.error or load.job.error
+        return True
 
     def _is_digested(self, load: _Load) -> bool:
         """Whether the digests are there that the load's order asks for; those of a failed load are of no use."""
@@ -209,17 +233,22 @@ class Loads:
         return True
 
     def _record(self, load: _Load) -> LoadRecord:
-        assert load.posted_at is not None
-        assert load.ended_at is not None
+        job = load.job
+        if job is None or job.posted_at is None or job.ended_at is None:
+            posted_at = ended_at = load.failed_at
+        else:
+            posted_at, ended_at = job.posted_at, job.ended_at
         record = LoadRecord(
             load.order.request_id,
             self._layout.rank,
             tuple(sorted(load.kinds.items())) if load.error is None else (),
-            sum(read.num_descriptors for read in load.ended),
-            load.posted_at - load.started_at,
-            load.ended_at - load.posted_at,
+            job.num_descriptors if job is not None else 0,
+            posted_at - load.started_at,
+            ended_at - posted_at,
             load.error,
             load.digests,
+            direct_bytes=job.direct_bytes if job is not None else 0,
+            staged_bytes=job.staged_bytes if job is not None else 0,
         )
         if load.error is None and self._on_loaded is not None:
             try:

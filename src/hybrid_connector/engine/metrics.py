@@ -42,6 +42,8 @@ class HybridConnectorStats(KVConnectorStats):
         self.count("num_descriptors", load.num_descriptors, peer)
         for kind, num_bytes in load.kind_bytes:
             self.count("bytes", num_bytes, kind, peer)
+        self.count("read_bytes", load.direct_bytes, "direct")
+        self.count("read_bytes", load.staged_bytes, "staged")
         self.observe("post_s", [load.post_s])
         self.observe("transfer_s", [load.transfer_s])
 
@@ -75,6 +77,8 @@ class HybridConnectorStats(KVConnectorStats):
             if stat == "bytes":
                 name = f"MiB {labels[0]}"
                 line[name] = round(line.get(name, 0) + value / _MIB, 3)
+            if (stat, *labels) == ("read_bytes", "staged") and value:
+                line["MiB staged"] = round(value / _MIB, 3)
             if stat in ("failed_loads", "refused", "leases_ended"):
                 line[f"{stat.replace('_', ' ').capitalize()} ({labels[0]})"] = value
         loads = sums.get("loads", 0)

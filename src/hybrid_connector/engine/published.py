@@ -92,6 +92,13 @@ METRICS = (
     ),
     Metric("num_descriptors", "descriptors", "counter", "NIXL descriptors of loads that ended well.", ("peer",)),
     Metric("bytes", "bytes", "counter", "Bytes of state loaded, by kind.", ("kind", "peer")),
+    Metric(
+        "read_bytes",
+        "read_bytes",
+        "counter",
+        "Bytes read from P: direct into place, or staged as whole pages, which hold more than is wanted.",
+        ("way",),
+    ),
     Metric("post_s", "post_seconds", "histogram", "Seconds from a load's order until its last read was posted."),
     Metric("transfer_s", "transfer_seconds", "histogram", "Seconds from there until its last byte."),
     Metric("acquire_s", "acquire_seconds", "histogram", "Seconds from a request's arrival on D until its grant."),

@@ -29,12 +29,19 @@ from hybrid_connector.engine.ordering import StepFence, compute_stream
 from hybrid_connector.transport.base import Transport
 from hybrid_connector.transport.digest import CudaDigester, Digester, HostDigester
 from hybrid_connector.transport.nixl import NixlTransport
+from hybrid_connector.transport.scatter import CudaScatter, HostScatter
+from hybrid_connector.transport.staging import StagingArea
 from hybrid_connector.wire.manifest import RankManifest
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 5e-4
 """How long a step without computation polls reads; less than what vLLM sleeps after such a step."""
+
+CUDA_STAGING_BYTES = 256 << 20
+"""A 397B hybrid's request of 8,192 tokens fits; of the GPU's memory 2 in 1,000."""
+
+HOST_STAGING_BYTES = 64 << 20
 
 SHUTDOWN_WAIT_S = 10.0
 """How long a worker that shuts down waits for its reads; UCX reports a lost peer sooner."""
@@ -70,7 +77,8 @@ class Worker:
         self._transport.register(self._caches.region)
         stream = compute_stream(self._caches.device)
         self._fence = StepFence(stream)
-        digester = self._digester(kv_caches)
+        memory = self._device_memory(kv_caches)
+        digester: Digester = HostDigester(self._caches.region) if memory is None else CudaDigester(memory)
         self._digests = LeaseDigests(self._caches.layout, digester)
         self._loads = Loads(
             self._caches.layout,
@@ -80,15 +88,26 @@ class Worker:
             time.monotonic,
             on_loaded=self._capture_load if self._config.capture_dir else None,
             digester=digester,
+            staging=self._staging_area(memory),
+            use_staging=self._config.staging,
+            cost=self._config.start_cost,
         )
 
-    def _digester(self, kv_caches: Mapping[str, torch.Tensor]) -> Digester:
-        """Computes where the caches are, which all lie in one allocation."""
+    def _device_memory(self, kv_caches: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The caches, which all lie in one allocation, as uint8; ``None`` where they are not on a GPU."""
         assert self._caches is not None
         if self._caches.device.type != "cuda":
-            return HostDigester(self._caches.region)
+            return None
         storage = next(iter(kv_caches.values())).untyped_storage()
-        return CudaDigester(torch.empty(0, dtype=torch.uint8, device=self._caches.device).set_(storage))
+        return torch.empty(0, dtype=torch.uint8, device=self._caches.device).set_(storage)
+
+    def _staging_area(self, memory: torch.Tensor | None) -> StagingArea:
+        """Beside the caches, and allocated when a peer is met."""
+        assert self._caches is not None
+        region, wanted = self._caches.region, self._config.staging_bytes
+        if memory is None:
+            return StagingArea(wanted or HOST_STAGING_BYTES, lambda size: HostScatter(size, region))
+        return StagingArea(wanted or CUDA_STAGING_BYTES, lambda size: CudaScatter(size, memory))
 
     def manifest(self) -> RankManifest | None:
         """What peers need to read from this rank; ``None`` before ``register``."""
@@ -197,6 +216,8 @@ class Worker:
             "transport": self._transport.kind if self._transport is not None else "",
             "kind_bytes": dict(record.kind_bytes),
             "num_descriptors": record.num_descriptors,
+            "direct_bytes": record.direct_bytes,
+            "staged_bytes": record.staged_bytes,
             "src_block_ids": order.src_block_ids,
             "dst_block_ids": order.dst_block_ids,
             "post_s": record.post_s,

@@ -26,7 +26,7 @@ from hybrid_connector.tools.manifests import fetch_manifest, save_manifest
 from hybrid_connector.tools.models.engine import Blocks
 from hybrid_connector.tools.plan import add_cost_options, choose_costs
 from hybrid_connector.tools.reads import Part, RankReads, list_reads
-from hybrid_connector.transport.cost import SCATTER, Cost
+from hybrid_connector.transport.cost import SCATTER, START, Cost, Read
 from hybrid_connector.wire.manifest import EngineManifest, refuse_difference
 
 MAX_TOKENS = 8192
@@ -107,7 +107,7 @@ class Explanation:
 
 def _explain(src: EngineManifest, dst: EngineManifest, args: argparse.Namespace) -> Explanation:
     memory = dst.ranks[0].memory
-    costs = choose_costs(args, ["cuda_ipc" if memory == "VRAM" else "shared_memory"])
+    costs = choose_costs(args, [START[memory]])
     transport, transfer = next(iter(costs.items()))
     refusals = []
     srcs, dsts = ([rank.layout for rank in manifest.ranks] for manifest in (src, dst))
@@ -228,15 +228,20 @@ def _in_period(origin: Origin) -> bool:
 
 
 def _say_part(part: Part, explanation: Explanation) -> str:
-    choice = part.choose(explanation.transfer, explanation.scatter)
-    direct = f"{part.direct.num_descriptors:,} runs, {part.direct.num_bytes:,} bytes, {choice.direct_s * 1e3:.3g} ms"
-    where = f"P rank {part.src_rank}, group {part.src_group} to group {part.dst_group}"
-    if part.staged is None or choice.staged_s is None:
+    weighed = part.choose(explanation.transfer, explanation.scatter)
+    choice = weighed.choice
+    direct = _say_read(weighed.direct, "runs", choice.direct_s)
+    where = f"P rank {part.src_rank}, group {part.bound.src_group} to group {part.bound.dst_group}"
+    if weighed.staged is None or choice.staged_s is None:
         return f"{where}: direct, {direct}; whole pages would be no fewer"
-    staged = f"{part.staged.num_descriptors:,} pieces, {part.staged.num_bytes:,} bytes, {choice.staged_s * 1e3:.3g} ms"
-    if choice.is_staged:
+    staged = _say_read(weighed.staged, "pieces", choice.staged_s)
+    if weighed.is_staged:
         return f"{where}: staged is cheaper, whole pages in {staged}; direct {direct}"
     return f"{where}: direct, {direct}; staged in {staged}"
+
+
+def _say_read(read: Read, what: str, seconds: float) -> str:
+    return f"{read.num_descriptors:,} {what}, {read.num_bytes:,} bytes, {seconds * 1e3:.3g} ms"
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:
@@ -279,19 +284,15 @@ def _origin_as_json(origin: Origin, axes: Mapping[str, tuple[str, ...]]) -> dict
 
 
 def _part_as_json(part: Part, explanation: Explanation) -> dict[str, Any]:
-    choice = part.choose(explanation.transfer, explanation.scatter)
-    staged = part.staged
+    weighed = part.choose(explanation.transfer, explanation.scatter)
+    direct, staged, choice = weighed.direct, weighed.staged, weighed.choice
     return {
         "src_rank": part.src_rank,
-        "src_group": part.src_group,
-        "dst_group": part.dst_group,
-        "direct": {
-            "descriptors": part.direct.num_descriptors,
-            "bytes": part.direct.num_bytes,
-            "s": choice.direct_s,
-        },
+        "src_group": part.bound.src_group,
+        "dst_group": part.bound.dst_group,
+        "direct": {"descriptors": direct.num_descriptors, "bytes": direct.num_bytes, "s": choice.direct_s},
         "staged": None
         if staged is None
         else {"descriptors": staged.num_descriptors, "bytes": staged.num_bytes, "s": choice.staged_s},
-        "cheaper": "staged" if choice.is_staged else "direct",
+        "cheaper": "staged" if weighed.is_staged else "direct",
     }

@@ -9,34 +9,32 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from hybrid_connector.core.blocks import BlockIds, Layer, RankLayout
+from hybrid_connector.core.blocks import BlockIds, RankLayout
 from hybrid_connector.core.geometry import StateKind
-from hybrid_connector.core.planning import PageCopies, Plan, plan_engine
-from hybrid_connector.transport.binding import Binder, kind_bytes
-from hybrid_connector.transport.cost import Choice, Cost, Read, cheapest
+from hybrid_connector.core.planning import plan_engine
+from hybrid_connector.transport.binding import Binder, BoundPart, join_parts, kind_bytes
+from hybrid_connector.transport.cost import Cost, Read, Weighed, choose
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``direct``: the runs. ``staged``: whole pages of P with the same bytes in them; ``None`` where runs are pages."""
+    """What D's rank reads from one P rank for one pair of cache groups."""
 
     dst_rank: int
-    src_rank: int
-    src_group: int
-    dst_group: int
-    kinds: tuple[tuple[StateKind, int], ...]
-    direct: Read
-    staged: Read | None
+    bound: BoundPart
 
-    def choose(self, transfer: Cost, scatter: Cost) -> Choice:
-        return cheapest(self.direct, self.staged, transfer, scatter)
+    @property
+    def src_rank(self) -> int:
+        return self.bound.copies.src_rank
+
+    def choose(self, transfer: Cost, scatter: Cost) -> Weighed:
+        """The engine's own choice."""
+        return choose(self.bound, transfer, scatter)
 
 
 @dataclass(frozen=True, slots=True)
 class RankReads:
-    """All of one D rank. ``num_descriptors`` and ``kinds`` are what the connector counts when it moves it."""
+    """All of one D rank. ``num_descriptors``, where nothing is staged, and ``kinds`` are what the connector counts."""
 
     dst_rank: int
     num_descriptors: int
@@ -54,25 +52,10 @@ def list_reads(
     """The reads of every D rank for one request. Raises ``IncompatibleError`` where there is no plan."""
     reads = []
     for dst, plan in zip(dsts, plan_engine(dsts, srcs), strict=True):
-        bound = Binder(plan, dst, srcs).bind(src_block_ids, dst_block_ids, num_tokens)
-        by_groups: dict[tuple[int, int, int], list[PageCopies]] = defaultdict(list)
-        for copies in plan.copies:
-            by_groups[copies.src_rank, copies.src_group, copies.dst_group].append(copies)
-        layouts = {src.rank: src for src in srcs}
-        parts = []
-        for (src_rank, src_group, dst_group), some in sorted(by_groups.items()):
-            of_part = Binder(Plan(dst.rank, tuple(some)), dst, srcs).bind(src_block_ids, dst_block_ids, num_tokens)
-            direct = sum((Read(len(copies), copies.total_bytes) for copies in of_part), Read(0, 0))
-            if direct.num_descriptors == 0:
-                continue
-            layers = _layers_read(layouts[src_rank], src_group, some)
-            whole = _whole_pages(layouts[src_rank], layers, src_block_ids, num_tokens)
-            if whole is not None and whole.num_descriptors >= direct.num_descriptors:
-                whole = None
-            parts.append(
-                Part(dst.rank, src_rank, src_group, dst_group, tuple(kind_bytes(of_part).items()), direct, whole)
-            )
-        reads.append(RankReads(dst.rank, sum(map(len, bound)), kind_bytes(bound), tuple(parts)))
+        bound = Binder(plan, dst, srcs).bind_parts(src_block_ids, dst_block_ids, num_tokens)
+        copies = tuple(map(join_parts, bound))
+        parts = tuple(Part(dst.rank, part) for of_rank in bound for part in of_rank)
+        reads.append(RankReads(dst.rank, sum(map(len, copies)), kind_bytes(copies), parts))
     return tuple(reads)
 
 
@@ -96,46 +79,10 @@ def _rank_seconds(parts: Sequence[Part], transfer: Cost, scatter: Cost, may_stag
     read: dict[int, Read] = defaultdict(lambda: Read(0, 0))
     scatter_s = 0.0
     for part in parts:
-        if may_stage and part.staged is not None and part.choose(transfer, scatter).is_staged:
-            read[part.src_rank] += part.staged
-            scatter_s += scatter.seconds(part.direct.num_descriptors, part.direct.num_bytes)
+        weighed = part.choose(transfer, scatter)
+        if may_stage and weighed.is_staged and weighed.staged is not None:
+            read[part.src_rank] += weighed.staged
+            scatter_s += scatter.seconds(weighed.direct.num_descriptors, weighed.direct.num_bytes)
         else:
-            read[part.src_rank] += part.direct
+            read[part.src_rank] += weighed.direct
     return scatter_s + sum(transfer.seconds(one.num_descriptors, one.num_bytes) for one in read.values())
-
-
-def _layers_read(src: RankLayout, group: int, some: Iterable[PageCopies]) -> list[Layer]:
-    """P's layers of a group that copies read from; layers of one group start at different bytes."""
-    starts = {pair.src_offset for copies in some for pair in copies.layers}
-    return [layer for layer in src.layers if layer.group == group and layer.offset in starts]
-
-
-def _whole_pages(src: RankLayout, layers: Sequence[Layer], block_ids: BlockIds, num_tokens: int) -> Read | None:
-    """The request's pages of these layers, neighbours joined; ``None`` where a page is not one piece of memory."""
-    starts, sizes = [], []
-    for layer in layers:
-        num_bytes = sum(shard.num_bytes for shard in layer.shards)
-        if num_bytes != max(_reach(layer)):
-            return None
-        group = src.groups[layer.group]
-        held = [block for block in block_ids[layer.group] if block is not None]
-        skipped = len(block_ids[layer.group]) - len(held)
-        num_pages = group.num_request_pages(num_tokens) - skipped * group.pages_per_block
-        pages = (np.array(held)[:, None] * group.pages_per_block + np.arange(group.pages_per_block)).ravel()[:num_pages]
-        starts.append(layer.offset + pages * layer.page_stride)
-        sizes.append(np.full(len(pages), num_bytes))
-    start, size = np.concatenate(starts), np.concatenate(sizes)
-    order = np.argsort(start)
-    start, size = start[order], size[order]
-    apart = int((start[1:] != start[:-1] + size[:-1]).sum())
-    return Read(apart + 1, int(size.sum()))
-
-
-def _reach(layer: Layer) -> list[int]:
-    """Where each shard ends in its page."""
-    return [
-        shard.offset
-        + shard.tensor.item_bytes
-        + sum(stride * (extent - 1) for stride, extent in zip(shard.strides, shard.box.shape, strict=True))
-        for shard in layer.shards
-    ]

@@ -3,6 +3,7 @@
 1. ``Binder``: a plan as arrays, with both sides' layouts and base addresses; built once per D rank and P engine.
 2. ``Binder.bind``: checks the request's block ids, then adds them for all pages and layers at once.
 3. Copies that touch on both sides are joined: within a layer, where it makes the lists short, then across layers.
+4. ``Binder.bind_parts``: the same by pairs of cache groups, each with the whole pages of P that hold its runs.
 """
 
 from collections import defaultdict
@@ -55,6 +56,57 @@ class BoundCopies:
         return int(self.num_bytes.sum())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Disjoint ranges of addresses that do not touch, ascending: ``num_bytes[i]`` bytes from ``starts[i]`` on."""
+
+    starts: Ints
+    num_bytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+    @classmethod
+    def union(cls, starts: Ints, stops: Ints) -> "Spans":
+        """What any of the ranges ``[starts[i], stops[i])`` holds."""
+        order = np.argsort(starts, kind="stable")
+        starts, stops = starts[order], np.maximum.accumulate(stops[order])
+        first = np.concatenate(([0], np.flatnonzero(starts[1:] > stops[:-1]) + 1))
+        last = np.concatenate((first[1:], [len(starts)])) - 1
+        return cls(starts[first], stops[last] - starts[first])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundPart:
+    """What D reads from one P rank for the layers of one pair of cache groups. ``copies``: the runs."""
+
+    src_group: int
+    dst_group: int
+    copies: BoundCopies
+    _held: "tuple[tuple[_Part, Ints], ...]"
+
+    def pages(self) -> Spans | None:
+        """P's pages that hold the runs, whole, neighbours as one; ``None`` where ``Binder.can_stage`` is false of them.
+
+        A page is what the layer's tensors reach over, gaps between them included: bytes of the request's own block.
+        """
+        starts, stops = [], []
+        if not _can_stage([part for part, _ in self._held]):
+            return None
+        for part, slots in self._held:
+            assert part.src_extents is not None
+            first, num_bytes = part.src_extents
+            slots, counts = _successive(slots, part.src_page_stride, num_bytes)
+            start = (part.src_layers + first)[:, None] + slots * part.src_page_stride
+            starts.append(start.ravel())
+            stops.append((start + (counts - 1) * part.src_page_stride + num_bytes[:, None]).ravel())
+        return Spans.union(np.concatenate(starts), np.concatenate(stops))
+
+
 class Binder:
     """A plan and where its two sides lie.
 
@@ -77,11 +129,20 @@ class Binder:
         for rank, base in bases.items():
             _check_base("P", layouts[rank], base)
         self._dst_groups = dst.groups
-        self._parts: dict[int, list[_Part]] = {rank: [] for rank in plan.src_ranks}
+        by_pair: dict[tuple[int, int, int], list[_Part]] = defaultdict(list)
         for copies in plan.copies:
             rank = copies.src_rank
-            self._parts[rank].extend(_parts(copies, layouts[rank], bases[rank], dst, dst_base))
+            parts = _parts(copies, layouts[rank], bases[rank], dst, dst_base)
+            by_pair[rank, copies.src_group, copies.dst_group].extend(parts)
+        self._parts: dict[int, list[list[_Part]]] = {rank: [] for rank in plan.src_ranks}
+        for rank, src_group, dst_group in sorted(by_pair):
+            self._parts[rank].append(by_pair[rank, src_group, dst_group])
         self._src_groups = {rank: layouts[rank].groups for rank in plan.src_ranks}
+
+    @property
+    def can_stage(self) -> bool:
+        """Whether some pages of P are more than one run, or go to other pages of D, and can be read whole."""
+        return any(_can_stage(parts) for pairs in self._parts.values() for parts in pairs)
 
     def bind(
         self,
@@ -98,6 +159,21 @@ class Binder:
         Raises ``TransferError`` for block ids that are too few, too many, out of range or used twice by D, and
         ``ValueError`` where ``first_tokens`` is not a page boundary of D.
         """
+        return tuple(
+            join_parts(parts) for parts in self.bind_parts(src_block_ids, dst_block_ids, num_tokens, first_tokens)
+        )
+
+    def bind_parts(
+        self,
+        src_block_ids: BlockIds,
+        dst_block_ids: BlockIds,
+        num_tokens: int,
+        first_tokens: int = 0,
+    ) -> tuple[tuple[BoundPart, ...], ...]:
+        """What ``bind`` gives, by pairs of cache groups: for each P rank that has something to send, its parts.
+
+        Arguments and errors are those of ``bind``; blocks that two groups of D share are ``join_parts``'s to refuse.
+        """
         if not 0 <= first_tokens <= num_tokens or num_tokens == 0:
             raise TransferError(
                 f"P holds {num_tokens} tokens, D already has {first_tokens}: expected 0 <= D <= P, P > 0"
@@ -110,13 +186,13 @@ class Binder:
         dst_pages = request_pages("D", self._dst_groups, dst_block_ids, num_tokens)
         pages_of: dict[tuple[Group, ...], tuple[Ints, ...]] = {}
         bound = []
-        for rank, parts in self._parts.items():
+        for rank, pairs in self._parts.items():
             groups = self._src_groups[rank]
             if groups not in pages_of:
                 pages_of[groups] = request_pages("P", groups, src_block_ids, num_tokens)
-            copies = _bind_rank(rank, parts, pages_of[groups], dst_pages, first_tokens)
-            if len(copies):
-                bound.append(copies)
+            parts = (_bind_pair(rank, pair, pages_of[groups], dst_pages, first_tokens) for pair in pairs)
+            if held := tuple(part for part in parts if part is not None):
+                bound.append(held)
         return tuple(bound)
 
 
@@ -134,6 +210,8 @@ class _Part:
     """``PageCopies`` as arrays, for layers with the same page strides.
 
     ``*_layers``: address of page 0, per layer. ``*_page``, ``*_offset``, ``num_bytes``: per run.
+    ``src_extents``: per layer, where in its page P's tensors start, and bytes from there to their end; ``None`` where
+    that leaves the page. ``is_whole``: each run is all that a page holds, on both sides.
     """
 
     copies: PageCopies
@@ -147,9 +225,11 @@ class _Part:
     dst_page: Ints
     dst_offset: Ints
     num_bytes: Ints
+    src_extents: tuple[Ints, Ints] | None
+    is_whole: bool
 
-    def bind(self, src_slots: Ints, dst_slots: Ints, first_tokens: int) -> tuple[Ints, Ints, Ints, int]:
-        """``src``, ``dst`` and ``num_bytes`` of every copy of every layer, and the bytes of one layer.
+    def bind(self, src_slots: Ints, dst_slots: Ints, first_tokens: int) -> tuple[Ints, Ints, Ints, int, Ints]:
+        """``src``, ``dst`` and ``num_bytes`` of every copy of every layer, the bytes of one layer, and P's slots read.
 
         ``*_slots``: the request's pages, counted from page 0 of a layer.
         """
@@ -163,7 +243,8 @@ class _Part:
         if (src_slots[src_page[there]] < 0).any():
             raise TransferError(f"P group {self.copies.src_group}: holds no block for pages that D needs")
         run = np.broadcast_to(np.arange(len(self.num_bytes)), there.shape)[there]
-        src = src_slots[src_page[there]] * self.src_page_stride + self.src_offset[run]
+        read = src_slots[src_page[there]]
+        src = read * self.src_page_stride + self.src_offset[run]
         dst = dst_slots[dst_page[there]] * self.dst_page_stride + self.dst_offset[run]
         src, dst, num_bytes = _join(src, dst, self.num_bytes[run])
         return (
@@ -171,6 +252,7 @@ class _Part:
             (self.dst_layers[:, None] + dst).ravel(),
             np.tile(num_bytes, len(self.dst_layers)),
             int(num_bytes.sum()),
+            read,
         )
 
 
@@ -184,37 +266,118 @@ def _parts(copies: PageCopies, src: RankLayout, src_base: int, dst: RankLayout, 
     by_strides: dict[tuple[int, int], list[LayerPair]] = defaultdict(list)
     for layer in copies.layers:
         by_strides[layer.src_page_stride, layer.dst_page_stride].append(layer)
-    runs = copies.runs
     return [
-        _Part(
-            copies,
-            page_tokens,
-            src_page_stride,
-            dst_page_stride,
-            np.array([src_base + layer.src_offset for layer in layers], dtype=np.int64),
-            np.array([dst_base + layer.dst_offset for layer in layers], dtype=np.int64),
-            np.array([run.src_page for run in runs], dtype=np.int64),
-            np.array([run.src_offset for run in runs], dtype=np.int64),
-            np.array([run.dst_page for run in runs], dtype=np.int64),
-            np.array([run.dst_offset for run in runs], dtype=np.int64),
-            np.array([run.num_bytes for run in runs], dtype=np.int64),
-        )
-        for (src_page_stride, dst_page_stride), layers in by_strides.items()
+        _part(copies, page_tokens, strides, layers, src, src_base, dst, dst_base)
+        for strides, layers in by_strides.items()
     ]
 
 
-def _bind_rank(
+def _part(
+    copies: PageCopies,
+    page_tokens: int | None,
+    strides: tuple[int, int],
+    layers: Sequence[LayerPair],
+    src: RankLayout,
+    src_base: int,
+    dst: RankLayout,
+    dst_base: int,
+) -> _Part:
+    num_bytes = np.array([run.num_bytes for run in copies.runs], dtype=np.int64)
+    src_extents = _extents(src, copies.src_group, [layer.src_offset for layer in layers])
+    dst_extents = _extents(dst, copies.dst_group, [layer.dst_offset for layer in layers])
+    is_whole = (
+        src_extents is not None
+        and dst_extents is not None
+        and len(np.unique(np.concatenate((num_bytes, src_extents[1], dst_extents[1])))) == 1
+    )
+    return _Part(
+        copies,
+        page_tokens,
+        *strides,
+        np.array([src_base + layer.src_offset for layer in layers], dtype=np.int64),
+        np.array([dst_base + layer.dst_offset for layer in layers], dtype=np.int64),
+        np.array([run.src_page for run in copies.runs], dtype=np.int64),
+        np.array([run.src_offset for run in copies.runs], dtype=np.int64),
+        np.array([run.dst_page for run in copies.runs], dtype=np.int64),
+        np.array([run.dst_offset for run in copies.runs], dtype=np.int64),
+        num_bytes,
+        src_extents,
+        is_whole,
+    )
+
+
+def _can_stage(parts: Sequence[_Part]) -> bool:
+    return all(part.src_extents is not None for part in parts) and not all(part.is_whole for part in parts)
+
+
+def _extents(rank: RankLayout, group: int, offsets: Sequence[int]) -> tuple[Ints, Ints] | None:
+    """Of the layers that start there: where in its page a layer's tensors start, and bytes until they end.
+
+    ``None`` if that is beyond the page's stride, or where the layout does not say what a page holds.
+    """
+    layers_at = {layer.offset: layer for layer in rank.layers if layer.group == group}  # each starts somewhere else
+    known = [layers_at[offset] for offset in offsets if offset in layers_at]
+    if len(known) < len(offsets):
+        return None
+    starts = [min(shard.offset for shard in layer.shards) for layer in known]
+    stops = [
+        max(
+            shard.offset
+            + shard.tensor.item_bytes
+            + sum(stride * (extent - 1) for stride, extent in zip(shard.strides, shard.box.shape, strict=True))
+            for shard in layer.shards
+        )
+        for layer in known
+    ]
+    if any(stop > layer.page_stride for stop, layer in zip(stops, known, strict=True)):
+        return None
+    first = np.array(starts, dtype=np.int64)
+    return first, np.array(stops, dtype=np.int64) - first
+
+
+def _successive(slots: Ints, page_stride: int, num_bytes: Ints) -> tuple[Ints, Ints]:
+    """First slot and number of slots of each range of pages; a page alone where pages leave gaps."""
+    slots = np.unique(slots)
+    if (num_bytes != page_stride).any():
+        return slots, np.ones_like(slots)
+    first = np.concatenate(([0], np.flatnonzero(np.diff(slots) != 1) + 1))
+    return slots[first], np.diff(np.concatenate((first, [len(slots)])))
+
+
+def _bind_pair(
     rank: int, parts: Sequence[_Part], src_pages: Sequence[Ints], dst_pages: Sequence[Ints], first_tokens: int
-) -> BoundCopies:
-    """All copies from one P rank."""
+) -> BoundPart | None:
+    """All copies from one P rank for one pair of groups; ``None`` where there are none."""
     lists: list[tuple[Ints, Ints, Ints]] = []
+    held: list[tuple[_Part, Ints]] = []
     kinds: dict[StateKind, int] = defaultdict(int)
     for part in parts:
         src_slots, dst_slots = src_pages[part.copies.src_group], dst_pages[part.copies.dst_group]
-        src, dst, num_bytes, layer_bytes = part.bind(src_slots, dst_slots, first_tokens)
+        src, dst, num_bytes, layer_bytes, read = part.bind(src_slots, dst_slots, first_tokens)
+        if not len(read):
+            continue
         lists.append((src, dst, num_bytes))
+        held.append((part, read))
         for kind, size in _layer_kinds(part.copies, layer_bytes):
             kinds[kind] += size * len(part.dst_layers)
+    if not lists:
+        return None
+    copies = _joined_copies(rank, lists, kinds)
+    return BoundPart(parts[0].copies.src_group, parts[0].copies.dst_group, copies, tuple(held))
+
+
+def join_parts(parts: Sequence[BoundPart]) -> BoundCopies:
+    """All runs of some parts of one P rank. Raises ``TransferError`` where they write a byte of D twice."""
+    if len(parts) == 1:
+        return parts[0].copies
+    kinds = kind_bytes(part.copies for part in parts)
+    lists = [
+        (c.src.view(np.int64), c.dst.view(np.int64), c.num_bytes.view(np.int64)) for c in (p.copies for p in parts)
+    ]
+    return _joined_copies(parts[0].copies.src_rank, lists, kinds)
+
+
+def _joined_copies(rank: int, lists: Sequence[tuple[Ints, Ints, Ints]], kinds: Mapping[StateKind, int]) -> BoundCopies:
     src, dst, num_bytes = _join(*map(np.concatenate, zip(*lists, strict=True)))
     overlaps = np.flatnonzero(dst[1:] < dst[:-1] + num_bytes[:-1])
     if overlaps.size:

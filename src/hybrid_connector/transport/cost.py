@@ -2,7 +2,7 @@
 
 1. ``Cost``: seconds of a read from its descriptors and bytes; ``DEFAULTS`` by transport, ``SCATTER`` by memory.
 2. ``Estimate``: a cost fitted to the transfers that completed with one peer.
-3. ``cheapest``: *direct* runs, or *staged* whole pages and a local scatter.
+3. ``cheapest``: *direct* runs, or *staged* whole pages and a local scatter; ``choose`` for what a request reads.
 
 A straight line is enough for the choice, not for the last per cent: NIXL merges neighbours, and pieces from about
 1 MiB on move faster than short ones by more than their descriptors cost.
@@ -11,12 +11,16 @@ A straight line is enough for the choice, not for the last per cent: NIXL merges
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_connector.core.errors import ConfigError
+from hybrid_connector.transport.binding import BoundPart
+
+Staging = Literal["auto", "never", "always"]
+"""Whether whole pages are read where that is cheaper, never, or wherever pages can be read whole."""
 
 _FACTOR = 1000.0
 """How far a fitted figure may be from the one it started with, up or down."""
@@ -28,6 +32,9 @@ _TOLERANCE = 0.25
 """Relative error up to which a transfer counts in full; beyond it, the less the further it is off."""
 
 _ROUNDS = 12
+
+MARGIN = 0.8
+"""Staged must be that much cheaper: the model is no better than this, and staging moves bytes that nobody wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +91,12 @@ DEFAULTS: Mapping[str, Cost] = {
 measured, nine tenths of the line rate of one 400 Gb/s port.
 """
 
-SCATTER: Mapping[str, Cost] = {"VRAM": Cost(20e-6, 0.0, 450e9), "DRAM": Cost(5e-6, 0.05e-6, 14e9)}
-"""Of bringing staged runs to their places, by memory; bytes count once, as useful bytes. Measured as above: 184 MiB in
-0.45 ms on an H200.
+START: Mapping[str, str] = {"VRAM": "cuda_ipc", "DRAM": "shared_memory"}
+"""The transport whose figures an estimate starts with where nobody names one, by memory: both engines on one host."""
+
+SCATTER: Mapping[str, Cost] = {"VRAM": Cost(20e-6, 0.0, 450e9), "DRAM": Cost(5e-6, 0.5e-6, 14e9)}
+"""Of bringing staged runs to their places, by memory; bytes count once, as useful bytes. ``VRAM``: 184 MiB in 0.45 ms
+on an H200. ``DRAM``: `HostScatter` on two cores, runs of 256 bytes to 2 MiB.
 """
 
 
@@ -110,11 +120,11 @@ class Choice:
 
     @property
     def is_staged(self) -> bool:
-        return self.staged_s is not None and self.staged_s < self.direct_s
+        return self.staged_s is not None and self.staged_s < MARGIN * self.direct_s
 
     @property
     def seconds(self) -> float:
-        """Of the cheaper way."""
+        """Of the way that is chosen."""
         return self.staged_s if self.staged_s is not None and self.is_staged else self.direct_s
 
 
@@ -133,6 +143,39 @@ def cheapest(direct: Read, staged: Read | None, transfer: Cost, scatter: Cost) -
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A part of a request's reads, both ways. ``staged``: ``None`` where whole pages are no fewer, or none are read."""
+
+    direct: Read
+    staged: Read | None
+    choice: Choice
+    is_staged: bool
+
+
+def choose(part: BoundPart, transfer: Cost, scatter: Cost, staging: Staging = "auto") -> Weighed:
+    """How ``part`` is read: the engine does what this says, and ``explain`` prints it."""
+    direct = Read(len(part.copies), part.copies.total_bytes)
+    pages = part.pages() if staging != "never" else None
+    staged = None if pages is None else Read(len(pages), pages.total_bytes)
+    if staging != "always" and staged is not None and staged.num_descriptors >= direct.num_descriptors:
+        staged = None
+    choice = cheapest(direct, staged, transfer, scatter)
+    return Weighed(direct, staged, choice, staged is not None and (staging == "always" or choice.is_staged))
+
+
+def is_staged(part: BoundPart, transfer: Cost, scatter: Cost, staging: Staging = "auto") -> bool:
+    """What ``choose`` says, without counting pages where no number of them could be cheaper: the engine's short cut.
+
+    Whole pages save descriptors at most, and cost a scatter at least.
+    """
+    direct = Read(len(part.copies), part.copies.total_bytes)
+    saved_s = direct.num_descriptors * transfer.per_descriptor_s
+    if staging == "auto" and saved_s <= scatter.seconds(direct.num_descriptors, direct.num_bytes):
+        return False
+    return choose(part, transfer, scatter, staging).is_staged
+
+
 Floats = NDArray[np.float64]
 
 
@@ -141,15 +184,17 @@ class Estimate:
 
     Weighted least squares of the relative error over the last ``window`` transfers; the weight falls by half every
     ``half_life`` transfers, and with the error of a transfer beyond a tolerance, so that a machine that stood still
-    tells nothing. Refitted when asked for, at most once per new transfer: 1 ms for 256 of them. Not thread-safe.
+    tells nothing. Refitted when asked for, once per ``refit_every`` new transfers: 1 ms for 256 of them. Not
+    thread-safe.
     """
 
-    def __init__(self, start: Cost, *, window: int = 256, half_life: float = 64.0) -> None:
+    def __init__(self, start: Cost, *, window: int = 256, half_life: float = 64.0, refit_every: int = 1) -> None:
         self._start = start
         self._half_life = half_life
         self._seen: deque[tuple[int, int, float]] = deque(maxlen=window)
         self._cost = start
-        self._is_stale = False
+        self._refit_every = refit_every
+        self._num_new = 0
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -158,14 +203,14 @@ class Estimate:
         """A transfer that completed; one without descriptors or time says nothing and is left out."""
         if num_descriptors > 0 and num_bytes > 0 and seconds > 0:
             self._seen.append((num_descriptors, num_bytes, seconds))
-            self._is_stale = True
+            self._num_new += 1
 
     @property
     def cost(self) -> Cost:
         """What the transfers so far say; the starting figures before the first."""
-        if self._is_stale:
+        if self._num_new >= self._refit_every:
             self._cost = fit(self._start, self._seen, half_life=self._half_life)
-            self._is_stale = False
+            self._num_new = 0
         return self._cost
 
 

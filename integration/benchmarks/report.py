@@ -1,0 +1,130 @@
+"""What do the lines of JSON of ``transfer.py`` and ``bind.py`` say? Tables in Markdown, and pictures.
+
+    python integration/benchmarks/report.py transfer.jsonl bind.jsonl --pictures build/report
+
+Tables go to stdout. Of transfers: medians in milliseconds, and of ours how many times as fast as one by one; a picture
+per model. Of binding: milliseconds per request by tokens; one picture.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+WAYS = {"one_by_one": "one by one", "direct": "direct", "staged": "staged", "auto": "auto", "plain": "plain copy"}
+COLOURS = ("#9a9a9a", "#3b6ea8", "#d08a2e", "#4a8f5a", "#d8d8d8")
+STEPS = {"bind_ms": "bind", "choose_ms": "choose", "cut_ms": "cut into chunks", "rows_ms": "rows of the scatter"}
+
+Lines = Sequence[dict[str, Any]]
+
+
+def transfer_table(lines: Lines) -> str:
+    ways = [way for way in WAYS if way in lines[0]["ways"]]
+    head = ["model", "TP", "tokens", "fragmented", "MB", *(WAYS[way] for way in ways)]
+    rows = [head, ["---"] * len(head)]
+    for line in lines:
+        base = line["ways"]["one_by_one"]["s"]
+        cells = []
+        for way in ways:
+            seconds = line["ways"][way]["s"]
+            ratio = f" (x{base / seconds:.2f})" if way != "one_by_one" else ""
+            cells.append(f"{seconds * 1e3:.2f}{ratio}")
+        where = [line["model"], line["tp"], f"{line['tokens']:,}", f"{line['fragmented']} %"]
+        rows.append([*where, f"{line['bytes'] / 1e6:.1f}", *cells])
+    return _table(rows)
+
+
+def bind_table(lines: Lines) -> str:
+    head = ["TP", "layers", "tokens", "fragmented", "runs", *(f"{name}, ms" for name in STEPS.values()), "staged parts"]
+    rows = [head, ["---"] * len(head)]
+    for line in lines:
+        where = [line["tp"], str(line["layers"]), f"{line['tokens']:,}", f"{line['fragmented']} %", f"{line['runs']:,}"]
+        rows.append([*where, *(f"{line[step]:.2f}" for step in STEPS), f"{line['picks_staged']} of {line['parts']}"])
+    return _table(rows)
+
+
+def handshake_table(lines: Lines) -> str:
+    names = [name for name in lines[0] if name != "kind"]
+    rows = [[name.replace("_", " ") for name in names], ["---"] * len(names)]
+    return _table(rows + [[f"{line[name]:,}" for name in names] for line in lines])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def draw_transfers(model: str, lines: Lines, path: Path) -> None:
+    """A panel per pair of TP sizes: bars for each way, by tokens and fragmentation."""
+    pairs = list(dict.fromkeys(line["tp"] for line in lines))
+    figure = Figure(figsize=(4.2 * min(2, len(pairs)), 3.2 * -(-len(pairs) // 2)), layout="constrained")
+    panels = figure.subplots(-(-len(pairs) // 2), min(2, len(pairs)), squeeze=False).ravel()
+    for panel, tp in zip(panels, pairs, strict=False):
+        cases = [line for line in lines if line["tp"] == tp]
+        for i, (way, name) in enumerate(WAYS.items()):
+            at = [case + (i - 2) * 0.17 for case in range(len(cases))]
+            height = [case["ways"][way]["s"] * 1e3 for case in cases]
+            panel.bar(at, height, 0.16, color=COLOURS[i], label=name)
+        labels = [f"{case['tokens'] // 1024}k\n{case['fragmented']} %" for case in cases]
+        panel.set_xticks(range(len(cases)), labels, fontsize=7)
+        panel.set_title(f"P TP {tp.partition('-')[0]} to D TP {tp.partition('-')[2]}", fontsize=9)
+        panel.set_ylabel("ms", fontsize=8)
+        panel.tick_params(axis="y", labelsize=7)
+        panel.grid(axis="y", linewidth=0.4, alpha=0.6)
+        panel.set_axisbelow(True)
+    for panel in panels[len(pairs) :]:
+        panel.set_visible(False)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(WAYS), fontsize=8, frameon=False)
+    figure.suptitle(f"{model}: one D rank's part of a request (tokens, fragmented blocks)", fontsize=10)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def draw_binding(lines: Lines, path: Path) -> None:
+    """Milliseconds by tokens, all layers, a line per pair of TP sizes; with chunks where parts are staged."""
+    figure = Figure(figsize=(5.6, 3.6), layout="constrained")
+    panel = figure.subplots()
+    most = max(line["layers"] for line in lines)
+    for i, tp in enumerate(dict.fromkeys(line["tp"] for line in lines)):
+        for fragmented, style in ((0, "-"), (100, "--")):
+            mine = [x for x in lines if (x["tp"], x["layers"], x["fragmented"]) == (tp, most, fragmented)]
+            total = [x["bind_ms"] + x["choose_ms"] + (x["cut_ms"] if x["picks_staged"] else 0) for x in mine]
+            label = f"TP {tp}" if fragmented == 0 else None
+            panel.plot([x["tokens"] for x in mine], total, style, marker=".", color=COLOURS[1 + i % 3], label=label)
+    panel.set_xscale("log", base=2)
+    panel.set_ylim(bottom=0)
+    ticks = sorted({line["tokens"] for line in lines})
+    panel.set_xticks(ticks, [f"{tick // 1024}k" for tick in ticks])
+    panel.set_xlabel("tokens")
+    panel.set_ylabel("ms per request")
+    panel.grid(linewidth=0.4, alpha=0.6)
+    panel.legend(frameon=False)
+    panel.set_title(f"Saying what is to be read, {most} layers (dashed: no block follows another)", fontsize=10)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="lines of JSON")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="write PNG files there")
+    args = parser.parse_args()
+    lines = [json.loads(line) for path in args.files for line in path.read_text().splitlines()]
+    transfers = [line for line in lines if "ways" in line]
+    binds, handshakes = ([line for line in lines if line.get("kind") == kind] for kind in ("bind", "handshake"))
+    for found, table in ((transfers, transfer_table), (binds, bind_table), (handshakes, handshake_table)):
+        if found:
+            print(table(found), end="\n\n")
+    if args.pictures is not None:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        for model in dict.fromkeys(line["model"] for line in transfers):
+            mine = [line for line in transfers if line["model"] == model]
+            draw_transfers(model, mine, args.pictures / f"transfer-{model}.png")
+        if binds:
+            draw_binding(binds, args.pictures / "bind.png")
+
+
+if __name__ == "__main__":
+    main()
