@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hybrid_connector.core.blocks import BlockIds
 from hybrid_connector.core.digests import RunList
 from hybrid_connector.core.geometry import StateKind
+from hybrid_connector.transport.cost import Cost
 from hybrid_connector.wire.manifest import EngineManifest
 
 
@@ -94,7 +95,7 @@ class LoadRecord:
     ``post_s``: from the order until the last read was posted; ``transfer_s``: from there until the last byte.
     ``digests``: of a load to be verified. ``verified``: the verdict on a load that was recorded before.
     ``direct_bytes``, ``staged_bytes``: read from P straight into place, and as whole pages into the staging area, which
-    hold more than was wanted.
+    hold more than was wanted. ``cost``: what the cost model makes of reads from that peer by now.
     """
 
     request_id: str
@@ -108,6 +109,8 @@ class LoadRecord:
     verified: bool | None = None
     direct_bytes: int = 0
     staged_bytes: int = 0
+    cost: Cost | None = None
+    staging_in_use_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -249,6 +249,8 @@ class Loads:
             load.digests,
             direct_bytes=job.direct_bytes if job is not None else 0,
             staged_bytes=job.staged_bytes if job is not None else 0,
+            cost=job.peer.cost(min(job.peer.connected)) if job is not None and job.peer.connected else None,
+            staging_in_use_bytes=self._staging.num_used_bytes if self._staging is not None else 0,
         )
         if load.error is None and self._on_loaded is not None:
             try:

@@ -44,6 +44,10 @@ class HybridConnectorStats(KVConnectorStats):
             self.count("bytes", num_bytes, kind, peer)
         self.count("read_bytes", load.direct_bytes, "direct")
         self.count("read_bytes", load.staged_bytes, "staged")
+        self.set("staging_in_use", load.staging_in_use_bytes)
+        if load.cost is not None:
+            self.set("cost_bytes_per_s", load.cost.bytes_per_s, peer)
+            self.set("cost_descriptor_s", load.cost.per_descriptor_s, peer)
         self.observe("post_s", [load.post_s])
         self.observe("transfer_s", [load.transfer_s])
 
@@ -54,8 +58,8 @@ class HybridConnectorStats(KVConnectorStats):
     def observe(self, stat: str, seconds: Iterable[float]) -> None:
         self.data.setdefault(stat, []).extend(seconds)
 
-    def set(self, stat: str, value: int) -> None:
-        self.data[stat] = value
+    def set(self, stat: str, value: float, *labels: str) -> None:
+        self.data["|".join((stat, *labels))] = value
 
     def aggregate(self, other: KVConnectorStats) -> "HybridConnectorStats":
         for key, value in other.data.items():

@@ -98,6 +98,7 @@ METRICS = (
         "counter",
         "Bytes read from P: direct into place, or staged as whole pages, which hold more than is wanted.",
         ("way",),
+        ("direct", "staged"),
     ),
     Metric("post_s", "post_seconds", "histogram", "Seconds from a load's order until its last read was posted."),
     Metric("transfer_s", "transfer_seconds", "histogram", "Seconds from there until its last byte."),
@@ -118,4 +119,19 @@ METRICS = (
     Metric("refused", "refusals", "counter", "What P refused its peers, by reason.", ("reason",), tuple(RefusalReason)),
     Metric("leases_ended", "leases_ended", "counter", "Leases of P that ended, by how.", ("how",), LEASE_ENDS),
     Metric("leases", "leases", "gauge", "Leases of P that are out."),
+    Metric("staging_in_use", "staging_in_use_bytes", "gauge", "Bytes of a rank's staging area in use at a load's end."),
+    Metric(
+        "cost_bytes_per_s",
+        "cost_bytes_per_second",
+        "gauge",
+        "The cost model: bytes per second of reads from a peer, once descriptors are paid for.",
+        ("peer",),
+    ),
+    Metric(
+        "cost_descriptor_s",
+        "cost_descriptor_seconds",
+        "gauge",
+        "The cost model: seconds that a descriptor of a read from a peer costs beside its bytes.",
+        ("peer",),
+    ),
 )

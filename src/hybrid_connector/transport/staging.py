@@ -145,6 +145,10 @@ class StagingArea:
         return sum(slot.num_bytes for slot in self._free)
 
     @property
+    def num_used_bytes(self) -> int:
+        return self._num_bytes - self.num_free_bytes
+
+    @property
     def scatter(self) -> Scatter | None:
         """What copies out of the area; ``None`` before ``open``, and where that failed: ``problem`` says why."""
         return self._scatter
