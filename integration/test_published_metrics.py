@@ -26,6 +26,11 @@ def test_what_an_engine_publishes_is_the_table():
     published = HybridConnectorPromMetrics(
         SimpleNamespace(kv_transfer_config=None), types, ["model_name", "engine"], {0: ["m", "0"]}
     )
+    for metric in METRICS:
+        for values in metric.first_series:
+            labels = {"model_name": "m", "engine": "0", **dict(zip(metric.labels, values, strict=True))}
+            assert registry.get_sample_value(metric.series[-1], labels) == 0, (metric.name, values)
+
     stats = HybridConnectorStats()
     kinds = (("attention", 7_000_000), ("conv", 1_000_000), ("temporal", 2_000_000))
     for rank in range(4):  # four ranks of 10 MB each, reported a step apart

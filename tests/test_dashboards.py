@@ -1,4 +1,4 @@
-"""Do the dashboard and the alerts ask only for metrics that exist, and does Grafana's schema know all they say?"""
+"""Do dashboard, alerts and pages ask only for metrics that exist, and does Grafana know all that the dashboard says?"""
 
 import copy
 import itertools
@@ -13,9 +13,10 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hybrid_connector.engine.published import METRICS, PREFIX
+from hybrid_connector.engine.published import METRICS, PREFIX, SECONDS, Failure
 
 DOCKER = Path(__file__).parent.parent / "docker"
+DOCS = DOCKER.parent / "docs"
 DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "hybrid-connector.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = [
@@ -46,6 +47,9 @@ def expressions():
             yield f"variable {variable['name']}", query[1]
     for rule in RULES:
         yield f"alert {rule['alert']}", rule["expr"]
+    for page in ("metrics.md", "operations.md"):
+        for query in re.findall(r"`([^`\n]*\(vllm:[^`\n]*)`", (DOCS / page).read_text()):
+            yield f"{page}: {query}", query
 
 
 def names_in(query):
@@ -86,7 +90,68 @@ def test_counters_are_asked_for_their_rate():
     for place, query in expressions():
         for name in counters:
             for match in re.finditer(rf"{name}\b", query):
-                assert query[: match.start()].endswith("rate("), place
+                assert query[: match.start()].endswith(("rate(", "increase(")), place
+
+
+def labels_in(query):
+    """Each label that a query names of one of our series, with the value it must have or ``None``."""
+    found = set()
+
+    def visit(node, groups):
+        if isinstance(node, promql_parser.AggregateExpr):
+            groups = groups | set(node.modifier.labels if node.modifier else ())
+        if isinstance(node, promql_parser.VectorSelector):
+            found.update((node.name, label, None) for label in groups)
+            found.update((node.name, matcher.name, matcher.value) for matcher in node.matchers.matchers)
+        children = (getattr(node, name, None) for name in ("expr", "vector_selector", "lhs", "rhs"))
+        for child in (*children, *getattr(node, "args", ())):
+            if child is not None:
+                visit(child, groups)
+
+    visit(promql_parser.parse(query), frozenset())
+    return found
+
+
+def unknown_labels(query):
+    """What a query asks of one of our series that it does not have."""
+    for name, label, value in labels_in(query):
+        for metric in METRICS:
+            if name in metric.series:
+                values = dict.fromkeys(metric.labels, metric.values)
+                values |= dict.fromkeys(("job", "instance", "engine", "model_name"), ())
+                values |= {"le": tuple(map(str, SECONDS))} if name.endswith("_bucket") else {}
+                if label not in values or (value is not None and values[label] and value not in values[label]):
+                    yield name, label, value
+
+
+@pytest.mark.parametrize(("place", "query"), list(expressions()))
+def test_a_query_names_only_labels_and_values_that_exist(place, query):
+    assert list(unknown_labels(query)) == [], place
+
+
+@pytest.mark.parametrize(
+    ("query", "label", "value"),
+    [
+        (f"sum by (peer) (rate({PREFIX}failed_loads_total[5m]))", "peer", None),
+        (f"sum by (kind, rank) (rate({PREFIX}bytes_total[5m])) / 2", "rank", None),
+        (f'1 + sum(rate({PREFIX}failed_loads_total{{reason="lost"}}[5m]))', "reason", "lost"),
+        (f'histogram_quantile(0.5, rate({PREFIX}post_seconds_bucket{{le="5"}}[5m]))', "le", "5"),
+        (f"sum by (le) ({PREFIX}leases)", "le", None),
+    ],
+)
+def test_a_label_or_value_that_no_series_has_is_noticed(query, label, value):
+    ((_, *found),) = unknown_labels(query)
+    assert found == [label, value]
+
+
+def test_every_metric_is_on_the_dashboard():
+    shown = {
+        name
+        for panel in PANELS
+        for target in panel["targets"]
+        for name in names_in(target["expr"].replace("$__rate_interval", "5m"))
+    }
+    assert [metric.name for metric in METRICS if not shown & set(metric.series)] == []
 
 
 def through_grafana(dashboard):
@@ -140,8 +205,16 @@ def test_every_alert_is_tested_and_explained():
     cases = yaml.safe_load((DOCKER / "prometheus" / "alerts_test.yml").read_text())["tests"]
     fired = {case["alertname"] for test in cases for case in test["alert_rule_test"] if case.get("exp_alerts")}
     assert fired == {rule["alert"] for rule in RULES}
-    operations = (DOCKER.parent / "docs" / "operations.md").read_text()
+    operations = (DOCS / "operations.md").read_text()
     for rule in RULES:
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert rule["annotations"]["summary"]
-        assert f"`{rule['alert']}`" in operations
+        assert set(rule["annotations"]) == {"summary", "runbook"}
+        assert f"| `{rule['alert']}` |" in operations
+
+
+def test_every_reason_of_a_failed_load_has_its_runbook_and_its_row():
+    (rule,) = [rule for rule in RULES if rule["alert"] == "LoadsFailing"]
+    assert re.findall(r'eq \$labels\.reason "(\w+)"', rule["annotations"]["runbook"]) == list(Failure)
+    operations = (DOCS / "operations.md").read_text()
+    table = operations.partition("## Failed loads")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(Failure)

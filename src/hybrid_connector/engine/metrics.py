@@ -114,6 +114,10 @@ class HybridConnectorPromMetrics(KVConnectorPromMetrics):
             )
             for metric in METRICS
         }
+        for metric in METRICS:
+            for engine_values in per_engine_labelvalues.values():
+                for values in metric.first_series:
+                    self._metrics[metric.stat].labels(*engine_values, *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, value in transfer_stats_data.items():

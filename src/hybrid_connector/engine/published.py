@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from hybrid_connector.core.leases import LeaseRefusal
+from hybrid_connector.wire.messages import RefusalReason
+
 PREFIX = "vllm:hybrid_connector_"
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -24,6 +27,8 @@ class Metric:
     """One metric. ``stat`` is what `HybridConnectorStats` calls it.
 
     ``labels``: beside those that vLLM gives every metric of an engine (model name and engine index).
+    ``values``: all that its label can be, where that is known. A series that is known from the start begins at 0;
+    one that began at 1 would hide its first count from ``rate`` and ``increase``.
     """
 
     stat: str
@@ -31,6 +36,12 @@ class Metric:
     kind: Kind
     text: str
     labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def first_series(self) -> tuple[tuple[str, ...], ...]:
+        """The label values of each series that an engine publishes before anything happened."""
+        return tuple((value,) for value in self.values) if self.labels else ((),)
 
     @property
     def full_name(self) -> str:
@@ -56,12 +67,22 @@ class Failure(StrEnum):
     VERIFICATION = "verification"  # P's digest differs, or did not come
 
 
+LEASE_ENDS = (LeaseRefusal.CONSUMED, LeaseRefusal.EXPIRED, LeaseRefusal.WITHDRAWN)
+"""How a lease can end."""
+
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the buckets of every histogram."""
 
 METRICS = (
     Metric("loads", "loads", "counter", "Loads that ended well, one per rank and request.", ("peer",)),
-    Metric("failed_loads", "failed_loads", "counter", "Loads that failed, one per rank and request.", ("reason",)),
+    Metric(
+        "failed_loads",
+        "failed_loads",
+        "counter",
+        "Loads that failed, one per rank and request.",
+        ("reason",),
+        tuple(Failure),
+    ),
     Metric("verified_loads", "verified_loads", "counter", "Loads whose digest equals P's, one per rank and request."),
     Metric(
         "failed_verifications",
@@ -94,7 +115,7 @@ METRICS = (
     Metric("renewals", "renewals", "counter", "Renewals that P confirmed."),
     Metric("grants_lost", "lost_grants", "counter", "Grants that ended before D was done."),
     Metric("breaker_opened", "breaker_openings", "counter", "Times D gave up on a silent peer for a while."),
-    Metric("refused", "refusals", "counter", "What P refused its peers, by reason.", ("reason",)),
-    Metric("leases_ended", "leases_ended", "counter", "Leases of P that ended, by how.", ("how",)),
+    Metric("refused", "refusals", "counter", "What P refused its peers, by reason.", ("reason",), tuple(RefusalReason)),
+    Metric("leases_ended", "leases_ended", "counter", "Leases of P that ended, by how.", ("how",), LEASE_ENDS),
     Metric("leases", "leases", "gauge", "Leases of P that are out."),
 )

@@ -67,6 +67,7 @@ class _Fetch:
     remote: RemoteRequest | None = None
     reason: str | None = None
     failure: Failure = Failure.TRANSFER
+    loaded: list[LoadRecord] = field(default_factory=list)
     ordered: bool = False
     verify: bool = False
     digests: list[ReadDigest] = field(default_factory=list)
@@ -341,17 +342,26 @@ class Scheduler:
                     output.finished_recving.discard(request_id)
                     self._verify(request_id, fetch, status.manifest.incarnation)
                     continue
-            if self._consumer is not None and (margin_s := self._consumer.margin_s(request_id)) is not None:
-                self._stats.observe("lease_margin_s", [margin_s])
+            if request_id not in output.failed_recving:
+                self._count_loads(request_id, fetch)
             self._forget(request_id)
 
     def _note(self, record: LoadRecord) -> None:
-        """Count what a rank reports, under the peer it came from."""
+        """Count what a rank reports, under the peer it came from; a load that ended well once nothing can undo it."""
         fetch = self._fetches.get(record.request_id)
-        address = fetch.remote.address if fetch is not None and fetch.remote is not None else None
-        peer = self._peer_label(address)
-        self._stats.record(record, peer, fetch.failure if fetch is not None else Failure.TRANSFER)
-        if record.error is None and record.verified is None:
+        if fetch is not None and record.error is None and record.verified is None:
+            fetch.loaded.append(record)
+            return
+        self._stats.record(record, "", fetch.failure if fetch is not None else Failure.TRANSFER)
+
+    def _count_loads(self, request_id: str, fetch: _Fetch) -> None:
+        """The request is loaded, on all ranks and for good."""
+        assert fetch.remote is not None
+        peer = self._peer_label(fetch.remote.address)
+        if self._consumer is not None and (margin_s := self._consumer.margin_s(request_id)) is not None:
+            self._stats.observe("lease_margin_s", [margin_s])
+        for record in fetch.loaded:
+            self._stats.record(record, peer)
             logger.debug(
                 "request %s, rank %d: loaded %d bytes from %s in %d descriptors, post %.3f ms, transfer %.3f ms",
                 record.request_id,
@@ -363,9 +373,7 @@ class Scheduler:
                 record.transfer_s * 1e3,
             )
 
-    def _peer_label(self, address: Address | None) -> str:
-        if address is None:
-            return "unknown"
+    def _peer_label(self, address: Address) -> str:
         if address not in self._labels and len(self._labels) >= MAX_PEERS:
             return "other"
         return self._labels.setdefault(address, f"{address[0]}:{address[1]}".replace("|", "_"))
