@@ -532,6 +532,20 @@ def test_where_no_slot_comes_free_the_runs_are_read_directly() -> None:
     assert world.is_empty()
 
 
+def test_a_chunk_that_waits_for_the_compute_stream_does_not_lose_its_patience() -> None:
+    """Its own chunks hold the area until the step in flight has ended, however long that takes."""
+    world = World(staging_bytes=SMALL)
+    world.stream.queue()
+    world.start()
+    for _ in range(5):
+        assert world.poll() == []
+        world.clock.advance(Limits().patience_s)
+    world.stream.run()
+    (record,) = world.poll()
+    assert (record.error, record.direct_bytes) == (None, 0)
+    assert world.wrong() == []
+
+
 def test_engines_with_the_same_pages_take_no_area() -> None:
     world = World(ranks=(1, 1))
     assert [area.scatter for area in world.areas] == [None]

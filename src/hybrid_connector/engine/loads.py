@@ -153,9 +153,12 @@ class Loads:
     def poll(self) -> list[LoadRecord]:
         """Read what may be read now; returns the loads that have ended, or were decided on, since the last call."""
         records, self._decided = self._decided, []
+        deadline = self._clock() + self._limits.post_s
         for load in self._loads.values():
             if load.job is None and load.error is None:
                 self._bind(load)
+                if self._clock() >= deadline:
+                    break
         self._reads.advance()
         for load in list(self._loads.values()):
             if self._has_ended(load) and self._is_digested(load):

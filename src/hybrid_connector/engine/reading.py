@@ -36,7 +36,8 @@ class Limits:
     ``in_flight_*``: from one P engine, unless a single piece is more. 1 GiB lasts 10 ms at 100 GB/s, about as long as
     an engine takes from one poll to the next.
     ``piece_*``: a direct read is cut, between runs, where it is longer; between pieces others have their turn.
-    ``post_s``: after so long in one ``advance`` the rest is posted with the next; the engine's step goes on meanwhile.
+    ``post_s``: after so long of binding, or of posting, in one poll the rest waits for the next; the engine's step goes
+    on meanwhile.
     ``patience_s``: how long a chunk waits for a slot before its runs are read directly.
     """
 
@@ -231,6 +232,8 @@ class Reads:
             job.starved_since = None
             self._try(job, job.chunks.popleft(), slot)
             return True
+        if not job.mark.has_passed():
+            return False  # nor could its runs be read directly
         if job.starved_since is None:
             job.starved_since = self._clock()
         elif self._clock() - job.starved_since >= self._limits.patience_s:
