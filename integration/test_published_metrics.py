@@ -47,7 +47,7 @@ def test_what_an_engine_publishes_is_the_table():
             if metric.kind == "histogram":
                 stats.observe(metric.stat, [0.5])
             elif metric.kind == "gauge":
-                stats.set(metric.stat, 1)
+                stats.set(metric.stat, 1, *metric.labels)
             else:
                 stats.count(metric.stat, 1, *metric.labels)
     published.observe(stats.data)

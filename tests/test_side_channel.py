@@ -197,7 +197,8 @@ def test_names_and_ipv6_hosts(client: SideChannelClient) -> None:
 
 
 def test_a_cancelled_call_harms_nobody(server: SideChannelServer, client: SideChannelClient) -> None:
-    assert client.call(address_of(server), ASK, PATIENCE_S).cancel()
+    while not client.call(address_of(server), ASK, PATIENCE_S).cancel():  # sometimes the answer is quicker
+        pass
     assert still_answers(server, client)
     assert client.stats["faults"] == 0
 
