@@ -54,6 +54,12 @@ faults: env      ## faults on real engines: what becomes of requests; ARGS=--wit
 soak: env        ## 2,000 requests through router, P and D, aborts, a restart of P; then nothing may have grown
 	$(BIN)/python integration/soak.py $(ARGS)
 
+bench: env       ## transfers through NIXL in every way, binding and handshake; tables and pictures in build/bench
+	mkdir -p build/bench
+	$(BIN)/python integration/benchmarks/transfer.py --scale 8 --output build/bench/transfer.jsonl
+	$(BIN)/python integration/benchmarks/bind.py --output build/bench/bind.jsonl
+	$(BIN)/python integration/benchmarks/report.py build/bench/transfer.jsonl build/bench/bind.jsonl --pictures build/bench
+
 sweep: env       ## every family and geometry against a byte oracle, and the in-tree connector's arithmetic beside it
 	$(BIN)/python -m hybrid_connector.tools.sweep_geometry
 
