@@ -66,6 +66,8 @@ def test_docker_compose_takes_the_file(tmp_path):
 
 def test_every_debian_package_of_an_image_exists():
     apt_cache = tool("apt-cache", "Debian")
+    if "release " not in run(apt_cache, "policy"):
+        pytest.skip("apt has no package lists here: apt-get update brings them")
     text = (DOCKER / "Dockerfile.cpu").read_text()
     named = re.search(r"apt-get install --yes --no-install-recommends ([^&]*?) \\", text)
     assert named is not None
