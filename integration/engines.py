@@ -213,7 +213,7 @@ class Fleet:
 
     def router(self, prefill: Engine, decode: Engine) -> str:
         (port,) = free_ports(1)
-        url = self._servers.start_router(prefill.url, decode.url, port)
+        url = self._servers.start_router(prefill.url, decode.url, port, f"router-{prefill.name}-{decode.name}")
         self._servers.wait_ready()
         return url
 

@@ -33,7 +33,9 @@ def attempts(output):
 
 def test_an_interrupted_sweep_goes_on_where_it_was(router, fleet, tmp_path):
     output = tmp_path / "out"
-    sweep = subprocess.Popen(words(router, output), stdout=subprocess.PIPE, text=True)
+    # A shell may have started us with SIGINT ignored, which a child inherits.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    sweep = subprocess.Popen(words(router, output), stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     log = output / "pd" / "concurrency-2" / "attempt-1" / "client.log"
     deadline = time.monotonic() + 120
     while not (log.exists() and log.stat().st_size):

@@ -185,19 +185,19 @@ class Servers:
         log = self._new_log(spec.name)
         self._processes[spec.name] = _Process(spec.name, spec.url, log, self._launcher.launch(spec, log))
 
-    def start_router(self, prefill_url: str, decode_url: str, port: int, log: Path | None = None) -> str:
+    def start_router(self, prefill_url: str, decode_url: str, port: int, name: str = "router") -> str:
         """Start `vllm-router` for one P and one D, and return its URL.
 
         Start it once both engines are ready: it waits for them itself, but says nothing meanwhile.
         """
-        path = self._new_log("router") if log is None else log
+        log = self._new_log(name)
         (prometheus_port,) = free_ports(1)
         command = [_router_binary(), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
         command += ["--prefill", prefill_url, "--decode", decode_url, "--host", HOST, "--port", str(port)]
         command += ["--prometheus-port", str(prometheus_port), "--worker-startup-check-interval", "1"]
         url = f"http://{HOST}:{port}"
-        pid = self._routers.run(command, path, _environment({}))
-        self._processes["router"] = _Process("router", url, path, pid)
+        pid = self._routers.run(command, log, _environment({}))
+        self._processes[name] = _Process(name, url, log, pid)
         return url
 
     def wait_ready(
@@ -257,7 +257,7 @@ class Servers:
         self.stop(name, grace_s=0.0)
 
     def _exit_code(self, process: _Process) -> int | None:
-        owner = self._routers if process.name == "router" else self._launcher
+        owner = self._routers if self._routers.has(process.pid) else self._launcher
         return owner.exit_code(process.pid)
 
     def _new_log(self, name: str) -> Path:
@@ -285,6 +285,9 @@ class _Subprocesses:
             )
         self._popens[popen.pid] = popen
         return popen.pid
+
+    def has(self, pid: int) -> bool:
+        return pid in self._popens
 
     def exit_code(self, pid: int) -> int | None:
         return self._popens[pid].poll()
