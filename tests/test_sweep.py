@@ -322,7 +322,9 @@ def test_an_interruption_stops_the_client_and_the_same_command_goes_on(bench, wi
     bench.behave(2, "hang")
     with serve_completions() as endpoint:
         words = bench.words(endpoint.url)
-        sweep = subprocess.Popen([SCRIPT, "sweep", *words], stdout=subprocess.PIPE, text=True)
+        # A shell may have started us with SIGINT ignored, which a child inherits.
+        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        sweep = subprocess.Popen([SCRIPT, "sweep", *words], stdout=subprocess.PIPE, text=True, preexec_fn=heed)
         hanging = bench.behaviours / "hanging"
         deadline = time.monotonic() + 30
         while not (hanging.exists() and hanging.read_text()):
