@@ -172,8 +172,9 @@ def _no_renewals() -> None:
 
 def _wall_clock() -> None:
     """Promises measured on a clock that is set, instead of one that only runs."""
-    producer.Producer.__init__.__defaults__ = (_time_of_day,)
-    consumer.Consumer.__init__.__defaults__ = (_time_of_day,)
+    for init in (producer.Producer.__init__, consumer.Consumer.__init__):
+        assert time.monotonic in init.__defaults__
+        init.__defaults__ = tuple(_time_of_day if value is time.monotonic else value for value in init.__defaults__)
 
 
 def _manifests_are_kept() -> None:
