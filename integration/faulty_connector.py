@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from hybrid_connector.connector import HybridNixlConnector
 from hybrid_connector.core import leases
 from hybrid_connector.engine import consumer, loads, producer, reading, scheduler, verification
@@ -62,12 +60,10 @@ class FaultyTransfer:
             except Exception as error:  # what would have failed at once fails late here
                 self._error = str(error)
                 return TransferState.FAILED
-        was_done = self._fault.flip is False
         state = self._read.poll()
-        if state is TransferState.DONE and not was_done:
-            self._fault = ReadFault()
-            byte = np.ctypeslib.as_array((ctypes.c_uint8 * 1).from_address(int(self._copies.dst[0])))
-            byte[0] ^= 0x40
+        if state is TransferState.DONE and self._fault.flip:
+            self._fault = ReadFault()  # once
+            ctypes.c_uint8.from_address(int(self._copies.dst[0])).value ^= 0x40
         return state
 
 
@@ -126,9 +122,9 @@ def _lost_grants_stay_valid() -> None:
     consumer.Consumer._check_hold = lambda self, wanted: None
     lose = consumer.Consumer._lose
 
-    def lose_unless_held(self, wanted, reason):
+    def lose_unless_held(self, wanted, *why):
         if not isinstance(wanted.status, consumer.Held):
-            lose(self, wanted, reason)
+            lose(self, wanted, *why)
 
     consumer.Consumer._lose = lose_unless_held
 
