@@ -204,7 +204,7 @@ def as_words(memory: "torch.Tensor", word_bytes: int) -> "torch.Tensor":
     """uint8 memory as signed integers of ``word_bytes``; a rest that is no word is left out."""
     import torch
 
-    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[word_bytes]
+    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word_bytes]
     return memory[: memory.numel() // word_bytes * word_bytes].view(dtype)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hybrid_connector.transport.base import Region, host_region
 from hybrid_connector.transport.binding import Ints
+from hybrid_connector.transport.digest import as_words
 
 if TYPE_CHECKING:
     import torch
@@ -166,14 +167,6 @@ class _CudaJob:
 
     def has_ended(self) -> bool:
         return bool(self.event.query())
-
-
-def as_words(memory: "torch.Tensor", size: int) -> "torch.Tensor":
-    """uint8 memory as signed integers of ``size`` bytes; a rest that is no word is left out."""
-    import torch
-
-    dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    return memory[: memory.numel() // size * size].view(dtype)
 
 
 def torch_copy_rows(staged: "torch.Tensor", caches: "torch.Tensor", table: "torch.Tensor") -> None:
