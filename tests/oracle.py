@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from hybrid_connector.core.blocks import Group, Layer, RankLayout
 from hybrid_connector.core.geometry import CacheTensor, Shard
 from hybrid_connector.core.planning import Plan
@@ -207,6 +209,26 @@ def differences(got: Memory, want: Memory) -> list[str]:
         if count and times and byte != right:
             wrong.setdefault("not the byte of this coordinate", []).append(address)
     return [f"{what}: {len(places)} bytes, first at {places[0]}" for what, places in wrong.items()]
+
+
+def wrong_in(
+    dsts: Sequence[RankLayout], received: Sequence[np.ndarray], srcs: Sequence[RankLayout], request: Request
+) -> list[str]:
+    """Where the memory of D's ranks differs from what it must hold after a transfer; nothing where all is right."""
+    found = []
+    for dst, memory in zip(dsts, received, strict=True):
+        want = expected(dst, srcs, request)
+        found += differences(Memory(memory.tobytes(), want.counts), want)
+        untouched = np.frombuffer(want.counts, np.uint8) == 0
+        if (memory[untouched] != np.frombuffer(want.data, np.uint8)[untouched]).any():
+            found.append("written, but padding, cached or foreign")
+    return found
+
+
+def are_untouched(dsts: Sequence[RankLayout], received: Sequence[np.ndarray]) -> bool:
+    """Whether the memory of D's ranks is the noise it was before."""
+    before = (noise(f"D {dst.rank}", dst.region_bytes) for dst in dsts)
+    return all(memory.tobytes() == data for memory, data in zip(received, before, strict=True))
 
 
 def fewest_runs(dst: RankLayout, srcs: Sequence[RankLayout], layer: Layer, dst_pages: int) -> int:

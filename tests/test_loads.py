@@ -17,7 +17,7 @@ from hybrid_connector.wire.manifest import EngineManifest
 
 from fakes import Clock, Stream, engine_manifest
 from layouts import Model, Storage, build_engine, edited, place
-from oracle import Memory, Request, differences, expected, noise, prefilled
+from oracle import Request, are_untouched, expected, noise, prefilled, wrong_in
 
 HYBRID = Model(num_attention=1, num_kv_heads=4, num_recurrent=3, family="gdn", num_heads=4, num_groups=4)
 NUM_TOKENS = 40
@@ -97,18 +97,10 @@ class World:
 
     def wrong(self) -> list[str]:
         """Where D's memory differs from what it must hold after the load; nothing where it is right."""
-        found = []
-        for dst, memory in zip(self.dsts, self.received, strict=True):
-            want = expected(dst, self.srcs, self.request)
-            found += differences(Memory(memory.tobytes(), want.counts), want)
-            untouched = np.frombuffer(want.counts, np.uint8) == 0
-            if (memory[untouched] != np.frombuffer(want.data, np.uint8)[untouched]).any():
-                found.append("written, but padding, cached or foreign")
-        return found
+        return wrong_in(self.dsts, self.received, self.srcs, self.request)
 
     def is_untouched(self) -> bool:
-        before = (noise(f"D {dst.rank}", dst.region_bytes) for dst in self.dsts)
-        return all(memory.tobytes() == data for memory, data in zip(self.received, before, strict=True))
+        return are_untouched(self.dsts, self.received)
 
     def fill_block(self, group: int, block: int, value: int) -> Callable[[], None]:
         """A kernel that writes ``value`` into all pages of a block of D, where and when it is run."""

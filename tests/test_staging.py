@@ -26,7 +26,7 @@ from hybrid_connector.transport.staging import ALIGNMENT, Slot, StagingArea, cut
 
 from fakes import Clock, Stream, engine_manifest
 from layouts import Model, Storage, build_engine, place
-from oracle import Memory, Request, differences, expected, noise, prefilled
+from oracle import Request, are_untouched, expected, noise, prefilled, wrong_in
 
 NUM_TOKENS = 40
 LARGE = 1 << 20
@@ -170,18 +170,10 @@ class World:
 
     def wrong(self) -> list[str]:
         """Where D's memory differs from what it must hold after the load."""
-        found = []
-        for dst, memory in zip(self.dsts, self.received, strict=True):
-            want = expected(dst, self.srcs, self.request)
-            found += differences(Memory(memory.tobytes(), want.counts), want)
-            untouched = np.frombuffer(want.counts, np.uint8) == 0
-            if (memory[untouched] != np.frombuffer(want.data, np.uint8)[untouched]).any():
-                found.append("written, but padding, cached or foreign")
-        return found
+        return wrong_in(self.dsts, self.received, self.srcs, self.request)
 
     def is_untouched(self) -> bool:
-        before = (noise(f"D {dst.rank}", dst.region_bytes) for dst in self.dsts)
-        return all(memory.tobytes() == data for memory, data in zip(self.received, before, strict=True))
+        return are_untouched(self.dsts, self.received)
 
     def is_empty(self) -> bool:
         """Whether every slot has come back."""
