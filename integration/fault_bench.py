@@ -19,8 +19,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,20 @@ class Pair:
         with ThreadPoolExecutor(len(asked)) as pool:
             self.counts += Counter(pool.map(lambda one: self._sort(*one, max_tokens), asked))
 
+    @contextlib.contextmanager
+    def asking(
+        self,
+        asked: Iterable[tuple[str, Mapping[str, Any] | None]],
+        after_s: float = 1.0,
+        max_tokens: int = MAX_TOKENS,
+    ) -> Iterator["Future[None]"]:
+        """Around what is done while requests are on their way, ``after_s`` after they were sent; yields their end."""
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(self.ask_all, asked, max_tokens)
+            time.sleep(after_s)
+            yield answers
+            answers.result()
+
     def serve(self, number: int = 2) -> None:
         """Proper transfers, which must be answered right whatever went wrong before."""
         for prompt in self.prompts(number):
@@ -194,11 +208,8 @@ def one_of_two_reads_fails(pair: Pair) -> None:
     for prompt in pair.prompts(3):
         params = pair.p.prefill(prompt)
         pair.inject(ReadFault(src_rank=0, error=True), ReadFault(src_rank=1, delay_s=3))
-        with ThreadPoolExecutor(1) as pool:
-            failing = pool.submit(pair.ask, prompt, params)
-            time.sleep(1)
+        with pair.asking([(prompt, params)]):
             pair.ask_all([(other, None) for other in pair.prompts(6)], max_tokens=40)
-            failing.result()
     pair.serve()
 
 
@@ -214,13 +225,10 @@ def grant_lost_during_the_read(pair: Pair) -> None:
     prompt = pair.prompt()
     params = pair.p.prefill(prompt)
     pair.inject(ReadFault(delay_s=2.5 * LEASE_S))
-    with ThreadPoolExecutor(1) as pool:
-        failing = pool.submit(pair.ask, prompt, params)
-        time.sleep(1)
+    with pair.asking([(prompt, params)]):
         with pair.stopped("P"):
             time.sleep(1.3 * LEASE_S)
         pair.overwrite_p()
-        failing.result()
     pair.serve()
 
 
@@ -228,13 +236,9 @@ def d_stands_still_during_the_read(pair: Pair) -> None:
     prompt = pair.prompt()
     params = pair.p.prefill(prompt)
     pair.inject(ReadFault(delay_s=1))
-    with ThreadPoolExecutor(1) as pool:
-        failing = pool.submit(pair.ask, prompt, params)
-        time.sleep(0.5)
-        with pair.stopped("D"):
-            time.sleep(1.5 * LEASE_S)
-            pair.overwrite_p()
-        failing.result()
+    with pair.asking([(prompt, params)], after_s=0.5), pair.stopped("D"):
+        time.sleep(1.5 * LEASE_S)
+        pair.overwrite_p()
     pair.serve()
 
 
@@ -281,11 +285,8 @@ def p_killed_during_the_read(pair: Pair) -> None:
     pair.serve()
     asked = [(prompt, pair.p.prefill(prompt)) for prompt in pair.prompts(3)]
     pair.inject(*[ReadFault(delay_s=2)] * 3)
-    with ThreadPoolExecutor(1) as pool:
-        failing = pool.submit(pair.ask_all, asked)
-        time.sleep(1)
+    with pair.asking(asked):
         pair.kill("P")
-        failing.result()
     pair.restart("P")
     pair.serve()
 
@@ -297,14 +298,11 @@ def p_killed_after_the_read(pair: Pair) -> None:
     params = pair.p.prefill(prompt)
     before = pair.d.metric("vllm:hybrid_connector_loads_total")
     pair.inject(ReadFault(delay_s=1))
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(pair.ask, prompt, params, 200)
-        time.sleep(0.5)
+    with pair.asking([(prompt, params)], after_s=0.5, max_tokens=200) as answer:
         pair.fleet.signal(pair.p, signal.SIGSTOP)  # its memory can still be read, its side channel is silent
         while pair.d.metric("vllm:hybrid_connector_loads_total") <= before and not answer.done():
             time.sleep(0.02)
         pair.kill("P")
-        answer.result()
     pair.ask(pair.prompt(), None)
     pair.restart("P")
     pair.serve()
@@ -374,12 +372,9 @@ def clock_jumps(pair: Pair) -> None:
     for jump_s in (86400, -86400, 3600, 0):
         asked = [(prompt, pair.p.prefill(prompt)) for prompt in pair.prompts(2)]
         pair.inject(ReadFault(delay_s=1.5))
-        with ThreadPoolExecutor(1) as pool:
-            answers = pool.submit(pair.ask_all, asked)
-            time.sleep(0.7)
+        with pair.asking(asked, after_s=0.7):
             partial.write_text(str(jump_s))
             partial.rename(pair.faults / WALL_CLOCK)
-            answers.result()
 
 
 def flipped_bytes(pair: Pair) -> None:
