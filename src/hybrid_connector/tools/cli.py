@@ -1,6 +1,7 @@
 """The command line: ``hybrid-connector SUBCOMMAND``."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns its exit status. What the user can mend is one line on stderr, not a traceback."""
     args = build_parser().parse_args(argv)
+    # So that SIGTERM stops the processes that a subcommand started too, as Ctrl-C does.
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return int(args.run(args))
     except (HybridConnectorError, ServerError, OSError, ValueError) as error:
@@ -39,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 if __name__ == "__main__":

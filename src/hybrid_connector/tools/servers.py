@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Protocol, Self, TypeAlias
 
-from hybrid_connector.tools.sessions import POLL_S, session_members, stop_sessions
+from hybrid_connector.tools.sessions import POLL_S, session_members, stop_sessions, uninterrupted
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -183,7 +183,9 @@ class Servers:
     def add(self, spec: ServerSpec) -> None:
         """Start one more server; it costs no second import on CPU."""
         log = self._new_log(spec.name)
-        self._processes[spec.name] = _Process(spec.name, spec.url, log, self._launcher.launch(spec, log))
+        # A nursery takes a minute to answer, and stops what it started by itself.
+        with contextlib.nullcontext() if isinstance(self._launcher, _Nursery) else uninterrupted():
+            self._processes[spec.name] = _Process(spec.name, spec.url, log, self._launcher.launch(spec, log))
 
     def start_router(self, prefill_url: str, decode_url: str, port: int, name: str = "router") -> str:
         """Start `vllm-router` for one P and one D, and return its URL.
@@ -196,8 +198,8 @@ class Servers:
         command += ["--prefill", prefill_url, "--decode", decode_url, "--host", HOST, "--port", str(port)]
         command += ["--prometheus-port", str(prometheus_port), "--worker-startup-check-interval", "1"]
         url = f"http://{HOST}:{port}"
-        pid = self._routers.run(command, log, _environment({}))
-        self._processes[name] = _Process(name, url, log, pid)
+        with uninterrupted():
+            self._processes[name] = _Process(name, url, log, self._routers.run(command, log, _environment({})))
         return url
 
     def wait_ready(

@@ -6,12 +6,43 @@ Every server leads a session of its own; whatever still runs in that session bel
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
 POLL_S = 0.1
 _SHM_DIR = "/dev/shm/"
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put SIGINT and SIGTERM off until the end of the block, where the first that came is delivered.
+
+    Around the start of a process: an exception out of `Popen` leaves one running that nobody knows to stop. In another
+    thread than the main one, which no signal interrupts, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    # What was ignored stays so. A handler, not a mask, which the process would inherit.
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [number for number, handler in former.items() if handler not in (signal.SIG_IGN, None)]
+    for number in heeded:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, former[number])
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _all_pids() -> Iterator[int]:

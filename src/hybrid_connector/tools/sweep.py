@@ -9,8 +9,6 @@ import argparse
 import json
 import shlex
 import shutil
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,15 +140,6 @@ def _percentile(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, or compare; returns the exit status."""
-    # So that SIGTERM stops the client too, as Ctrl-C does.
-    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return _run(args)
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-def _run(args: argparse.Namespace) -> int:
     deployments = _read_deployments(args)
     if args.parity is not None and (args.parity not in deployments or len(deployments) < 2):
         names = ", ".join(deployments)

@@ -20,7 +20,7 @@ import msgspec
 
 from hybrid_connector.core.errors import ConfigError, PeerError
 from hybrid_connector.tools.completions import complete, text_of
-from hybrid_connector.tools.sessions import stop_sessions
+from hybrid_connector.tools.sessions import stop_sessions, uninterrupted
 from hybrid_connector.tools.sweeping.clients import Client, Load, Measurement, read_result
 from hybrid_connector.tools.sweeping.deployments import Endpoint
 
@@ -159,14 +159,16 @@ def warm_up(http: httpx.Client, endpoint: Endpoint, parameters: Parameters) -> N
 
 def _run_client(command: Sequence[str], log: Path, timeout_s: float) -> str:
     """How it ended. The client leads a session; whatever ends this program ends that too."""
-    with log.open("wb") as out:
-        out.write(f"$ {shlex.join(command)}\n".encode())
-        out.flush()
-        client = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    client: subprocess.Popen[bytes] | None = None
     try:
+        with log.open("wb") as out, uninterrupted():
+            out.write(f"$ {shlex.join(command)}\n".encode())
+            out.flush()
+            client = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
         status = client.wait(timeout_s)
     except BaseException as error:
-        stop_sessions([client.pid], _STOP_GRACE_S, reap=client.poll)
+        if client is not None:
+            stop_sessions([client.pid], _STOP_GRACE_S, reap=client.poll)
         if isinstance(error, subprocess.TimeoutExpired):
             return f"none within {timeout_s:g} s (--timeout)"
         raise
