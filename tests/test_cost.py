@@ -185,14 +185,13 @@ def test_an_estimate_follows_a_link_that_changes():
     assert close(follow(estimate, transfers(slower, 300, seed=2)), slower, 0.2)
 
 
-def test_an_estimate_is_refitted_as_often_as_asked():
-    estimate, costs = Estimate(DEFAULTS["rdma"], refit_every=5), []
-    for transfer in transfers(TRUE, 12):
+def test_an_estimate_is_refitted_the_less_often_the_more_it_has_seen():
+    estimate, costs = Estimate(DEFAULTS["rdma"], window=16, refit_every=5), []
+    for transfer in transfers(TRUE, 70):
         estimate.add(*transfer)
         costs.append(estimate.cost)
-    assert [a != b for a, b in zip([DEFAULTS["rdma"], *costs], costs, strict=False)] == [
-        number % 5 == 4 for number in range(12)
-    ]
+    changes = [a != b for a, b in zip([DEFAULTS["rdma"], *costs], costs, strict=False)]
+    assert [number for number, changed in enumerate(changes, 1) if changed] == [5, 15, 31, 47, 63]
 
 
 def test_transfers_of_one_shape_leave_open_what_they_do_not_show():

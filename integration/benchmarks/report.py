@@ -2,8 +2,8 @@
 
     python integration/benchmarks/report.py transfer.jsonl bind.jsonl --pictures build/report
 
-Tables go to stdout. Of transfers: medians in milliseconds, and of ours how many times as fast as one by one; a picture
-per model. Of binding: milliseconds per request by tokens; one picture.
+Tables go to stdout. Of transfers: medians in milliseconds, and of ours how many times as fast as in-tree style; a
+picture per model. Of binding: milliseconds per request by tokens; one picture.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-WAYS = {"one_by_one": "one by one", "direct": "direct", "staged": "staged", "auto": "auto", "plain": "plain copy"}
+WAYS = {"in_tree": "in-tree style", "direct": "direct", "staged": "staged", "auto": "auto", "plain": "plain copy"}
 COLOURS = ("#9a9a9a", "#3b6ea8", "#d08a2e", "#4a8f5a", "#d8d8d8")
 STEPS = {"bind_ms": "bind", "choose_ms": "choose", "cut_ms": "cut into chunks", "rows_ms": "rows of the scatter"}
 
@@ -27,11 +27,11 @@ def transfer_table(lines: Lines) -> str:
     head = ["model", "TP", "tokens", "fragmented", "MB", *(WAYS[way] for way in ways)]
     rows = [head, ["---"] * len(head)]
     for line in lines:
-        base = line["ways"]["one_by_one"]["s"]
+        base = line["ways"]["in_tree"]["s"]
         cells = []
         for way in ways:
             seconds = line["ways"][way]["s"]
-            ratio = f" (x{base / seconds:.2f})" if way != "one_by_one" else ""
+            ratio = f" (x{base / seconds:.2f})" if way != "in_tree" else ""
             cells.append(f"{seconds * 1e3:.2f}{ratio}")
         where = [line["model"], line["tp"], f"{line['tokens']:,}", f"{line['fragmented']} %"]
         rows.append([*where, f"{line['bytes'] / 1e6:.1f}", *cells])

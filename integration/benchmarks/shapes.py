@@ -2,7 +2,8 @@
 
 1. ``CONFIGS``: the parts of three models' config.json that say what a request leaves behind.
 2. ``Pair``: a P and a D engine of one of them, laid out by vLLM's rules (``tools.models``), and a request.
-3. ``one_by_one``: the same bytes as vLLM's own connector describes them, a descriptor per kernel block and section.
+3. ``sections``, ``one_by_one``: the same bytes as vLLM's own connector describes them, a descriptor per kernel block
+   and section.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,32 +97,77 @@ def _layouts(engine: Engine, ids: BlockIds) -> tuple[RankLayout, ...]:
     return engine.layouts(last + 1)
 
 
-def one_by_one(pair: Pair, dst_base: int, src_bases: Sequence[int]) -> tuple[BoundCopies, ...]:
-    """What D's rank reads, per P rank: every kernel block of every layer, every section of every state on its own."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A run of every page of a layer: as vLLM's own connector describes state, each is a descriptor.
+
+    Page ``i`` of a request's wanted ones has it at ``*_start + pages[*_first + i * *_step] * *_stride``, where
+    ``pages`` are those of the group, and ``num_*`` is how many there are at most.
+    """
+
+    src_rank: int
+    src_group: int
+    dst_group: int
+    src_start: int
+    dst_start: int
+    src_stride: int
+    dst_stride: int
+    src_first: int
+    dst_first: int
+    src_step: int
+    dst_step: int
+    num_src: int
+    num_dst: int
+    num_bytes: int
+
+
+def sections(pair: Pair, dst_base: int, src_bases: Sequence[int]) -> tuple[Section, ...]:
+    """What D's rank reads: every kernel block of every layer, every section of every state on its own."""
     layouts = {layout.rank: layout for layout in pair.srcs}
     layers = {rank: {layer.name: layer for layer in layout.layers} for rank, layout in layouts.items()}
     mine = {layer.name: layer for layer in pair.dst.layers}
-    dst_pages = request_pages("D", pair.dst.groups, pair.dst_blocks, pair.num_tokens)
-    src_pages = request_pages("P", pair.srcs[0].groups, pair.src_blocks, pair.num_tokens)
     origins = trace_transfer(pair.dst, pair.srcs)
     periods: dict[str, tuple[int, int]] = {}
     for origin in origins:
         src, dst = periods.get(origin.tensor, (1, 1))
         periods[origin.tensor] = max(src, origin.src_page + 1), max(dst, origin.dst_page + 1)
-    lists: dict[int, list[tuple[Any, Any, Any]]] = {}
+    found = []
     for origin in origins:
         src, dst = layers[origin.src_rank][origin.layer], mine[origin.layer]
-        src_step, dst_step = periods[origin.tensor]
-        of_src = src_pages[src.group][origin.src_page :: src_step]
-        of_dst = dst_pages[dst.group][origin.dst_page :: dst_step]
-        number = min(len(of_src), len(of_dst))
-        src_start = src_bases[origin.src_rank] + src.offset + of_src[:number] * src.page_stride
-        dst_start = dst_base + dst.offset + of_dst[:number] * dst.page_stride
-        runs = list(expand(origin.copy, 0, 0))
-        for run in runs:
-            lists.setdefault(origin.src_rank, []).append(
-                (src_start + run.src_offset, dst_start + run.dst_offset, np.full(number, run.num_bytes))
+        src_group, dst_group = layouts[origin.src_rank].groups[src.group], pair.dst.groups[dst.group]
+        found += [
+            Section(
+                origin.src_rank,
+                src.group,
+                dst.group,
+                src_bases[origin.src_rank] + src.offset + run.src_offset,
+                dst_base + dst.offset + run.dst_offset,
+                src.page_stride,
+                dst.page_stride,
+                origin.src_page,
+                origin.dst_page,
+                *periods[origin.tensor],
+                src_group.num_blocks * src_group.pages_per_block,
+                dst_group.num_blocks * dst_group.pages_per_block,
+                run.num_bytes,
             )
+            for run in expand(origin.copy, 0, 0)
+        ]
+    return tuple(found)
+
+
+def one_by_one(pair: Pair, dst_base: int, src_bases: Sequence[int]) -> tuple[BoundCopies, ...]:
+    """The sections of a pair's request, per P rank."""
+    dst_pages = request_pages("D", pair.dst.groups, pair.dst_blocks, pair.num_tokens)
+    src_pages = request_pages("P", pair.srcs[0].groups, pair.src_blocks, pair.num_tokens)
+    lists: dict[int, list[tuple[Any, Any, Any]]] = {}
+    for section in sections(pair, dst_base, src_bases):
+        of_src = src_pages[section.src_group][section.src_first :: section.src_step]
+        of_dst = dst_pages[section.dst_group][section.dst_first :: section.dst_step]
+        number = min(len(of_src), len(of_dst))
+        src = section.src_start + of_src[:number] * section.src_stride
+        dst = section.dst_start + of_dst[:number] * section.dst_stride
+        lists.setdefault(section.src_rank, []).append((src, dst, np.full(number, section.num_bytes)))
     return tuple(
         BoundCopies(rank, *(np.concatenate(column).astype(np.uint64) for column in zip(*found, strict=True)))
         for rank, found in sorted(lists.items())

@@ -3,9 +3,9 @@
 1. P and D are a process each (``--device cuda``: a GPU each, where there are two). P holds made bytes in all its ranks'
    layouts, D the layout of its first rank; other ranks of D would read the same amount beside it.
 2. Per case (model, TP of P and D, tokens, per cent of blocks that do not follow the one before), in turn ``--repeats``
-   times: *one by one* (a descriptor per kernel block and section; posting and reading, not making the list), then ours
-   from the order until the load is reported: *direct*, *staged* and *auto*; and as the limit *plain*, as many bytes as
-   wanted in one descriptor.
+   times, from the block ids until the bytes are there: *in-tree*, as vLLM's own connector does it (a descriptor per
+   kernel block and section, prepared for every block of both pools before; the request picks numbers); then ours:
+   *direct*, *staged* and *auto*; and as the limit *plain*, as many bytes as wanted in one descriptor.
 3. After each, bytes of D are compared with P's; the exit status is 0 only if all were right.
 4. A line of JSON per case: medians in seconds, descriptors, bytes read; ratios are printed on stderr.
 
@@ -30,14 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import MODELS, Pair, make_pair, one_by_one
+from shapes import MODELS, Pair, Section, make_pair, one_by_one, sections
 
+from hybrid_connector.core.blocks import Group
 from hybrid_connector.engine.exchange import LoadOrder, LoadRecord
 from hybrid_connector.engine.loads import Loads
 from hybrid_connector.engine.ordering import HostStream
 from hybrid_connector.transport.base import Region, TransferState, Transport
 from hybrid_connector.transport.binding import BoundCopies
 from hybrid_connector.transport.cost import Staging
+from hybrid_connector.transport.nixl import NixlTransport
 from hybrid_connector.transport.scatter import CudaScatter, HostScatter, Scatter
 from hybrid_connector.transport.staging import StagingArea
 from hybrid_connector.wire.manifest import EngineManifest, Factors, RankManifest
@@ -81,8 +83,6 @@ def made_bytes(offset: int, num_bytes: int) -> np.ndarray:
 
 def serve(connection: Connection, device: str) -> None:
     """P: hold a region per rank for each case, until D hangs up."""
-    from hybrid_connector.transport.nixl import NixlTransport
-
     while (sizes := connection.recv()) is not None:
         transport = NixlTransport()
         memories = [Memory(device, size, transport, is_filled=True) for size in sizes]
@@ -103,12 +103,99 @@ class Sample:
     staged_bytes: int
 
 
+class Prepared:
+    """Descriptors of every block of both pools, prepared once; a request names those it wants by number."""
+
+    def __init__(
+        self, pair: Pair, transport: NixlTransport, local: Region, remotes: Sequence[Region], peer: str
+    ) -> None:
+        self._agent = transport._agent
+        self._pair = pair
+        self._src_tables: dict[int, Any] = {}
+        self._dst_tables: dict[int, Any] = {}
+        self._wanted: dict[int, list[tuple[Section, np.ndarray, np.ndarray]]] = {}
+        self.num_prepared = 0
+        found = sections(pair, local.address, [remote.address for remote in remotes])
+        for rank in sorted({section.src_rank for section in found}):
+            some = [section for section in found if section.src_rank == rank]
+            src = [_table(s.src_start, s.src_stride, s.num_src, s.num_bytes, remotes[rank]) for s in some]
+            dst = [_table(s.dst_start, s.dst_stride, s.num_dst, s.num_bytes, local) for s in some]
+            self._src_tables[rank] = self._prepare(peer, src, remotes[rank])
+            self._dst_tables[rank] = self._prepare("NIXL_INIT_AGENT", dst, local)
+            firsts = [np.cumsum([0, *map(len, tables)]) for tables in (src, dst)]
+            alike: dict[tuple[int, ...], list[int]] = {}
+            for number, s in enumerate(some):
+                key = s.src_group, s.dst_group, s.src_first, s.dst_first, s.src_step, s.dst_step
+                alike.setdefault(key, []).append(number)
+            self._wanted[rank] = [
+                (some[numbers[0]], *(first[numbers][:, None] for first in firsts)) for numbers in alike.values()
+            ]
+            self.num_prepared += int(firsts[0][-1] + firsts[1][-1])
+
+    def _prepare(self, agent: str, tables: Sequence[np.ndarray], region: Region) -> Any:
+        descriptors = self._agent.get_xfer_descs(np.concatenate(tables), region.memory)
+        return self._agent.prep_xfer_dlist(agent, descriptors, backends=["UCX"])
+
+    def read(self) -> Sample:
+        """Read the pair's request."""
+        began = time.perf_counter()
+        pair = self._pair
+        src_pages = [_pages(*of) for of in zip(pair.srcs[0].groups, pair.src_blocks, strict=True)]
+        dst_pages = [_pages(*of) for of in zip(pair.dst.groups, pair.dst_blocks, strict=True)]
+        limits = [group.num_request_pages(pair.num_tokens) for group in pair.dst.groups]
+        handles, num_descriptors = [], 0
+        for rank, wanted in self._wanted.items():
+            src_numbers, dst_numbers = [], []
+            for section, src_at, dst_at in wanted:
+                of_src = src_pages[section.src_group][section.src_first :: section.src_step]
+                of_dst = dst_pages[section.dst_group][: limits[section.dst_group]]
+                of_dst = of_dst[section.dst_first :: section.dst_step]
+                number = min(len(of_src), len(of_dst))
+                src_numbers.append((of_src[:number] + src_at).ravel())
+                dst_numbers.append((of_dst[:number] + dst_at).ravel())
+            numbers = np.concatenate(dst_numbers), np.concatenate(src_numbers)
+            tables = self._dst_tables[rank], self._src_tables[rank]
+            handle = self._agent.make_prepped_xfer(
+                "READ", tables[0], numbers[0], tables[1], numbers[1], backends=["UCX"]
+            )
+            self._agent.transfer(handle)
+            handles.append(handle)
+            num_descriptors += len(numbers[0])
+        running = list(handles)
+        while running:
+            states = [(handle, self._agent.check_xfer_state(handle)) for handle in running]
+            if any(state == "ERR" for _, state in states):
+                raise SystemExit("read failed")
+            running = [handle for handle, state in states if state != "DONE"]
+            if time.perf_counter() - began > TIMEOUT_S:
+                raise TimeoutError("a read does not end")
+        took = time.perf_counter() - began
+        for handle in handles:
+            handle.release()
+        return Sample(took, num_descriptors, 0, 0)
+
+    def close(self) -> None:
+        for tables in (self._src_tables, self._dst_tables):
+            while tables:
+                tables.popitem()[1].release()
+
+
+def _table(start: int, stride: int, number: int, num_bytes: int, region: Region) -> np.ndarray:
+    rows = np.empty((number, 3), dtype=np.uint64)
+    rows[:, 0] = start + np.arange(number) * stride
+    rows[:, 1], rows[:, 2] = num_bytes, region.device
+    return rows
+
+
+def _pages(group: Group, block_ids: Sequence[int | None]) -> np.ndarray:
+    blocks = np.array([0 if block is None else block for block in block_ids], dtype=np.int32)
+    return (blocks[:, None] * group.pages_per_block + np.arange(group.pages_per_block, dtype=np.int32)).ravel()
+
+
 class Case:
     """D, and P's answer, for one pair of engines."""
 
     def __init__(self, pair: Pair, device: str, identity: bytes, remotes: Sequence[Region]) -> None:
-        from hybrid_connector.transport.nixl import NixlTransport
-
         self.pair = pair
         self.transport = NixlTransport(is_read_from=False)
         self.memory = Memory(device, pair.dst.region_bytes, self.transport, is_filled=False)
@@ -131,6 +218,7 @@ class Case:
         self.loads = {way: self._make_loads(device, use, manifest) for way, use in WAYS.items()}
         self.alone = one_by_one(pair, self.memory.region.address, [remote.address for remote in remotes])
         self.num_bytes = sum(copies.total_bytes for copies in self.alone)
+        self.prepared = Prepared(pair, self.transport, self.memory.region, remotes, self.transport.add_peer(identity))
         self._number = 0
 
     def _make_loads(self, device: str, use: Staging, manifest: EngineManifest) -> Loads:
@@ -150,7 +238,7 @@ class Case:
 
     def ways(self) -> dict[str, Callable[[], Sample]]:
         return {
-            "one_by_one": lambda: self._read(self.alone),
+            "in_tree": self.prepared.read,
             **{way: lambda loads=loads: self._load(loads) for way, loads in self.loads.items()},
             "plain": lambda: self._read(self._plain()),
         }
@@ -212,6 +300,7 @@ class Case:
         return True
 
     def close(self) -> None:
+        self.prepared.close()
         self.transport.close()
 
 
@@ -244,9 +333,9 @@ def measure(case: Case, repeats: int) -> tuple[dict[str, Any], bool]:
 
 
 def say(result: Mapping[str, Any]) -> str:
-    """One line for people: milliseconds, and how many times as fast as one by one."""
+    """One line for people: milliseconds, and how many times as fast as in-tree style."""
     ways = result["ways"]
-    base = ways["one_by_one"]["s"]
+    base = ways["in_tree"]["s"]
     times = "  ".join(f"{way} {some['s'] * 1e3:8.2f} ms x{base / some['s']:5.2f}" for way, some in ways.items())
     head = f"{result['model']:14} TP{result['tp']} {result['tokens']:>6} tokens {result['fragmented']:>3} %"
     return f"{head} {result['bytes'] / 1e6:8.1f} MB  {times}{'' if result['is_right'] else '  WRONG BYTES'}"

@@ -175,13 +175,12 @@ class Loads:
             bound = peer.binder.bind_parts(
                 order.src_block_ids, order.dst_block_ids, order.num_tokens, order.first_tokens
             )
-            whole = [join_parts(parts) for parts in bound]
-            load.kinds = kind_bytes(whole)
+            load.kinds = kind_bytes(part.copies for parts in bound for part in parts)
             job = Job(peer, load.mark)
             for parts in bound:
                 self._sort(job, parts)
             if order.verify:
-                for copies in whole:
+                for copies in map(join_parts, bound):
                     remote = peer.manifest.ranks[copies.src_rank]
                     region = Region(remote.region_address, remote.layout.region_bytes, remote.memory, remote.device)
                     load.runs.extend(run_lists(copies, self._region, region))
@@ -201,6 +200,8 @@ class Loads:
         transfer = job.peer.cost(parts[0].copies.src_rank)
         scatter = self._reads.scatter_cost
         ways = [is_staged(part, transfer, scatter, self._use_staging) for part in parts]
+        if len(set(ways)) > 1:
+            join_parts(parts)  # refuses a block that two groups share, of which each way sees but one
         if staged := list(compress(parts, ways)):
             job.chunks.extend(cut(staged, staging.chunk_bytes))
         if direct := [part for part, way in zip(parts, ways, strict=True) if not way]:

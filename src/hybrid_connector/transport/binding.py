@@ -89,13 +89,18 @@ class BoundPart:
     copies: BoundCopies
     _held: "tuple[tuple[_Part, Ints], ...]"
 
+    @property
+    def can_stage(self) -> bool:
+        """Whether P's pages are more than one run, or go to other pages of D, and can be read whole."""
+        return _can_stage([part for part, _ in self._held])
+
     def pages(self) -> Spans | None:
-        """P's pages that hold the runs, whole, neighbours as one; ``None`` where ``Binder.can_stage`` is false of them.
+        """P's pages that hold the runs, whole, neighbours as one; ``None`` where ``can_stage`` is false.
 
         A page is what the layer's tensors reach over, gaps between them included: bytes of the request's own block.
         """
         starts, stops = [], []
-        if not _can_stage([part for part, _ in self._held]):
+        if not self.can_stage:
             return None
         for part, slots in self._held:
             assert part.src_extents is not None
@@ -137,7 +142,8 @@ class Binder:
         self._parts: dict[int, list[list[_Part]]] = {rank: [] for rank in plan.src_ranks}
         for rank, src_group, dst_group in sorted(by_pair):
             self._parts[rank].append(by_pair[rank, src_group, dst_group])
-        self._src_groups = {rank: layouts[rank].groups for rank in plan.src_ranks}
+        self._src_groups = list({layouts[rank].groups: None for rank in plan.src_ranks})
+        self._groups_of = {rank: self._src_groups.index(layouts[rank].groups) for rank in plan.src_ranks}
 
     @property
     def can_stage(self) -> bool:
@@ -184,13 +190,11 @@ class Binder:
                     f"first_tokens {first_tokens} is no multiple of D's page of {group.page_tokens} tokens"
                 )
         dst_pages = request_pages("D", self._dst_groups, dst_block_ids, num_tokens)
-        pages_of: dict[tuple[Group, ...], tuple[Ints, ...]] = {}
+        src_pages = [request_pages("P", groups, src_block_ids, num_tokens) for groups in self._src_groups]
         bound = []
         for rank, pairs in self._parts.items():
-            groups = self._src_groups[rank]
-            if groups not in pages_of:
-                pages_of[groups] = request_pages("P", groups, src_block_ids, num_tokens)
-            parts = (_bind_pair(rank, pair, pages_of[groups], dst_pages, first_tokens) for pair in pairs)
+            of_rank = src_pages[self._groups_of[rank]]
+            parts = (_bind_pair(rank, pair, of_rank, dst_pages, first_tokens) for pair in pairs)
             if held := tuple(part for part in parts if part is not None):
                 bound.append(held)
         return tuple(bound)
@@ -209,7 +213,8 @@ def kind_bytes(bound: Iterable[BoundCopies]) -> dict[StateKind, int]:
 class _Part:
     """``PageCopies`` as arrays, for layers with the same page strides.
 
-    ``*_layers``: address of page 0, per layer. ``*_page``, ``*_offset``, ``num_bytes``: per run.
+    ``*_layers``: address of page 0, per layer, in order of D's. ``*_page``, ``*_offset``, ``num_bytes``: per run.
+    ``state``: where each side's page is one, the copies of all layers for page 0 of both.
     ``src_extents``: per layer, where in its page P's tensors start, and bytes from there to their end; ``None`` where
     that leaves the page. ``is_whole``: each run is all that a page holds, on both sides.
     """
@@ -225,35 +230,93 @@ class _Part:
     dst_page: Ints
     dst_offset: Ints
     num_bytes: Ints
+    state: tuple[Ints, Ints, Ints] | None
     src_extents: tuple[Ints, Ints] | None
     is_whole: bool
 
-    def bind(self, src_slots: Ints, dst_slots: Ints, first_tokens: int) -> tuple[Ints, Ints, Ints, int, Ints]:
+    def bind(self, src_slots: Ints, dst_slots: Ints, first_tokens: int) -> tuple[Ints, Ints, Ints, int, Ints] | None:
         """``src``, ``dst`` and ``num_bytes`` of every copy of every layer, the bytes of one layer, and P's slots read.
 
-        ``*_slots``: the request's pages, counted from page 0 of a layer.
+        ``*_slots``: the request's pages, counted from page 0 of a layer. ``None`` where D wants none of them.
         """
-        first = 0 if self.page_tokens is None else first_tokens // self.page_tokens
-        stop = len(dst_slots)
+        if self.state is not None:
+            return self._bind_state(src_slots, dst_slots, self.state)
+        if self.copies.src_pages == self.copies.dst_pages == 1 and len(self.num_bytes) == 1:
+            found = self._bind_pages(src_slots, dst_slots, first_tokens)
+        else:
+            found = self._bind_runs(src_slots, dst_slots, first_tokens)
+        if found is None:
+            return None
+        src, dst, num_bytes, read = found
+        src, dst, num_bytes = _join(src, dst, num_bytes)
+        num_layers = len(self.dst_layers)
+        return (
+            (self.src_layers[:, None] + src).ravel(),
+            (self.dst_layers[:, None] + dst).ravel(),
+            num_bytes if num_layers == 1 else num_bytes[None, :].repeat(num_layers, 0).ravel(),
+            int(num_bytes.sum()),
+            read,
+        )
+
+    def _bind_state(
+        self, src_slots: Ints, dst_slots: Ints, state: tuple[Ints, Ints, Ints]
+    ) -> tuple[Ints, Ints, Ints, int, Ints] | None:
+        src_slot, dst_slot = int(src_slots[0]), int(dst_slots[0])
+        if dst_slot < 0:
+            return None
+        if src_slot < 0:
+            raise self._nothing_held()
+        src, dst, num_bytes = state
+        src, dst = src + src_slot * self.src_page_stride, dst + dst_slot * self.dst_page_stride
+        return src, dst, num_bytes, sum(size for _, size in self.copies.kind_bytes), src_slots
+
+    def _bind_pages(self, src_slots: Ints, dst_slots: Ints, first_tokens: int) -> tuple[Ints, Ints, Ints, Ints] | None:
+        """Every page is one run, to one page."""
+        assert self.page_tokens is not None
+        first = first_tokens // self.page_tokens
+        dst, src = dst_slots[first:], src_slots[first:]
+        if len(src) != len(dst):
+            shared = min(len(src), len(dst))
+            dst, src = dst[:shared], src[:shared]
+        if not len(dst):
+            return None
+        if dst.min() < 0:
+            dst, src = dst[dst >= 0], src[dst >= 0]
+            if not len(dst):
+                return None
+        if src.min() < 0:
+            raise self._nothing_held()
+        num_bytes = self.num_bytes.repeat(len(dst))
+        return (
+            src * self.src_page_stride + self.src_offset,
+            dst * self.dst_page_stride + self.dst_offset,
+            num_bytes,
+            src,
+        )
+
+    def _bind_runs(self, src_slots: Ints, dst_slots: Ints, first_tokens: int) -> tuple[Ints, Ints, Ints, Ints] | None:
+        assert self.page_tokens is not None
+        first, stop = first_tokens // self.page_tokens, len(dst_slots)
         periods = np.arange(first // self.copies.dst_pages, -(-stop // self.copies.dst_pages), dtype=np.int64)[:, None]
         src_page = periods * self.copies.src_pages + self.src_page
         dst_page = periods * self.copies.dst_pages + self.dst_page
         there = (dst_page >= first) & (dst_page < stop) & (src_page < len(src_slots))
         there[there] = dst_slots[dst_page[there]] >= 0
-        if (src_slots[src_page[there]] < 0).any():
-            raise TransferError(f"P group {self.copies.src_group}: holds no block for pages that D needs")
-        run = np.broadcast_to(np.arange(len(self.num_bytes)), there.shape)[there]
         read = src_slots[src_page[there]]
-        src = read * self.src_page_stride + self.src_offset[run]
-        dst = dst_slots[dst_page[there]] * self.dst_page_stride + self.dst_offset[run]
-        src, dst, num_bytes = _join(src, dst, self.num_bytes[run])
+        if not len(read):
+            return None
+        if read.min() < 0:
+            raise self._nothing_held()
+        run = there.nonzero()[1]
         return (
-            (self.src_layers[:, None] + src).ravel(),
-            (self.dst_layers[:, None] + dst).ravel(),
-            np.tile(num_bytes, len(self.dst_layers)),
-            int(num_bytes.sum()),
+            read * self.src_page_stride + self.src_offset[run],
+            dst_slots[dst_page[there]] * self.dst_page_stride + self.dst_offset[run],
+            self.num_bytes[run],
             read,
         )
+
+    def _nothing_held(self) -> TransferError:
+        return TransferError(f"P group {self.copies.src_group}: holds no block for pages that D needs")
 
 
 def _parts(copies: PageCopies, src: RankLayout, src_base: int, dst: RankLayout, dst_base: int) -> list[_Part]:
@@ -282,7 +345,16 @@ def _part(
     dst: RankLayout,
     dst_base: int,
 ) -> _Part:
+    layers = sorted(layers, key=lambda layer: layer.dst_offset)
     num_bytes = np.array([run.num_bytes for run in copies.runs], dtype=np.int64)
+    src_layers = np.array([src_base + layer.src_offset for layer in layers], dtype=np.int64)
+    dst_layers = np.array([dst_base + layer.dst_offset for layer in layers], dtype=np.int64)
+    src_offset = np.array([run.src_offset for run in copies.runs], dtype=np.int64)
+    dst_offset = np.array([run.dst_offset for run in copies.runs], dtype=np.int64)
+    state = None
+    if page_tokens is None:
+        src_all, dst_all = (src_layers[:, None] + src_offset).ravel(), (dst_layers[:, None] + dst_offset).ravel()
+        state = _join(src_all, dst_all, np.tile(num_bytes, len(layers)))
     src_extents = _extents(src, copies.src_group, [layer.src_offset for layer in layers])
     dst_extents = _extents(dst, copies.dst_group, [layer.dst_offset for layer in layers])
     is_whole = (
@@ -294,13 +366,14 @@ def _part(
         copies,
         page_tokens,
         *strides,
-        np.array([src_base + layer.src_offset for layer in layers], dtype=np.int64),
-        np.array([dst_base + layer.dst_offset for layer in layers], dtype=np.int64),
+        src_layers,
+        dst_layers,
         np.array([run.src_page for run in copies.runs], dtype=np.int64),
-        np.array([run.src_offset for run in copies.runs], dtype=np.int64),
+        src_offset,
         np.array([run.dst_page for run in copies.runs], dtype=np.int64),
-        np.array([run.dst_offset for run in copies.runs], dtype=np.int64),
+        dst_offset,
         num_bytes,
+        state,
         src_extents,
         is_whole,
     )
@@ -353,16 +426,20 @@ def _bind_pair(
     kinds: dict[StateKind, int] = defaultdict(int)
     for part in parts:
         src_slots, dst_slots = src_pages[part.copies.src_group], dst_pages[part.copies.dst_group]
-        src, dst, num_bytes, layer_bytes, read = part.bind(src_slots, dst_slots, first_tokens)
-        if not len(read):
+        bound = part.bind(src_slots, dst_slots, first_tokens)
+        if bound is None:
             continue
+        src, dst, num_bytes, layer_bytes, read = bound
         lists.append((src, dst, num_bytes))
         held.append((part, read))
         for kind, size in _layer_kinds(part.copies, layer_bytes):
             kinds[kind] += size * len(part.dst_layers)
     if not lists:
         return None
-    copies = _joined_copies(rank, lists, kinds)
+    if len(lists) == 1 and held[0][0].state is not None:
+        copies = _bound_copies(rank, *lists[0], kinds)
+    else:
+        copies = _joined_copies(rank, lists, kinds)
     return BoundPart(parts[0].copies.src_group, parts[0].copies.dst_group, copies, tuple(held))
 
 
@@ -378,17 +455,21 @@ def join_parts(parts: Sequence[BoundPart]) -> BoundCopies:
 
 
 def _joined_copies(rank: int, lists: Sequence[tuple[Ints, Ints, Ints]], kinds: Mapping[StateKind, int]) -> BoundCopies:
-    src, dst, num_bytes = _join(*map(np.concatenate, zip(*lists, strict=True)))
-    overlaps = np.flatnonzero(dst[1:] < dst[:-1] + num_bytes[:-1])
+    src, dst, num_bytes = _join(*(lists[0] if len(lists) == 1 else map(np.concatenate, zip(*lists, strict=True))))
+    overlaps = (dst[1:] < dst[:-1] + num_bytes[:-1]).nonzero()[0]
     if overlaps.size:
         raise TransferError(
             f"D's block ids put two pages at address {dst[overlaps[0] + 1]:#x}: expected every block once"
         )
+    return _bound_copies(rank, src, dst, num_bytes, kinds)
+
+
+def _bound_copies(rank: int, src: Ints, dst: Ints, num_bytes: Ints, kinds: Mapping[StateKind, int]) -> BoundCopies:
     return BoundCopies(
         rank,
-        src.astype(np.uint64),
-        dst.astype(np.uint64),
-        num_bytes.astype(np.uint64),
+        src.view(np.uint64),
+        dst.view(np.uint64),
+        num_bytes.view(np.uint64),
         tuple(sorted((kind, size) for kind, size in kinds.items() if size)),
     )
 
@@ -409,8 +490,13 @@ def _join(src: Ints, dst: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
     if (dst[1:] < dst[:-1]).any():
         order = np.argsort(dst, kind="stable")
         src, dst, num_bytes = src[order], dst[order], num_bytes[order]
-    apart = (dst[:-1] + num_bytes[:-1] != dst[1:]) | (src[:-1] + num_bytes[:-1] != src[1:])
-    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    starts = np.empty(len(dst), dtype=bool)
+    starts[0] = True
+    np.not_equal(dst[:-1] + num_bytes[:-1], dst[1:], out=starts[1:])
+    starts[1:] |= src[:-1] + num_bytes[:-1] != src[1:]
+    first = starts.nonzero()[0]
+    if len(first) == len(dst):
+        return src, dst, num_bytes
     return src[first], dst[first], np.add.reduceat(num_bytes, first)
 
 
@@ -435,9 +521,12 @@ def request_pages(side: str, groups: Sequence[Group], block_ids: BlockIds, num_t
             raise TransferError(
                 f"{side} group {number}: expected block ids in [0, {group.num_blocks}), got {ids[bad]} at {bad}"
             )
-        blocks = np.array([_NO_BLOCK if block is None else block for block in ids], dtype=np.int64)
-        slots = blocks[:, None] * group.pages_per_block + np.arange(group.pages_per_block)
-        pages.append(slots.ravel()[: group.num_request_pages(num_tokens)])
+        complete = held if len(held) == len(ids) else [_NO_BLOCK if block is None else block for block in ids]
+        slots = np.array(complete, dtype=np.int64)
+        if group.pages_per_block > 1:
+            slots = (slots[:, None] * group.pages_per_block + np.arange(group.pages_per_block)).ravel()
+            slots = slots[: group.num_request_pages(num_tokens)]
+        pages.append(slots)
     return tuple(pages)
 
 

@@ -169,6 +169,8 @@ def is_staged(part: BoundPart, transfer: Cost, scatter: Cost, staging: Staging =
 
     Whole pages save descriptors at most, and cost a scatter at least.
     """
+    if not part.can_stage:
+        return False
     direct = Read(len(part.copies), part.copies.total_bytes)
     saved_s = direct.num_descriptors * transfer.per_descriptor_s
     if staging == "auto" and saved_s <= scatter.seconds(direct.num_descriptors, direct.num_bytes):
@@ -184,8 +186,8 @@ class Estimate:
 
     Weighted least squares of the relative error over the last ``window`` transfers; the weight falls by half every
     ``half_life`` transfers, and with the error of a transfer beyond a tolerance, so that a machine that stood still
-    tells nothing. Refitted when asked for, once per ``refit_every`` new transfers: 1 ms for 256 of them. Not
-    thread-safe.
+    tells nothing. Refitted when asked for, first after ``refit_every`` new transfers, then after twice as many each
+    time, up to a window full of them: a fit of 256 takes 1 ms. Not thread-safe.
     """
 
     def __init__(self, start: Cost, *, window: int = 256, half_life: float = 64.0, refit_every: int = 1) -> None:
@@ -211,6 +213,7 @@ class Estimate:
         if self._num_new >= self._refit_every:
             self._cost = fit(self._start, self._seen, half_life=self._half_life)
             self._num_new = 0
+            self._refit_every = min(2 * self._refit_every, self._seen.maxlen or 1)
         return self._cost
 
 
