@@ -1,5 +1,7 @@
 """P and D as a router drives them: every byte of state arrives, answers agree, and pools end where they began."""
 
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -99,6 +101,36 @@ def test_what_d_holds_in_its_prefix_cache_does_not_move(fleet, aggregated):
     for params, answer in zip((first, second), answers, strict=True):
         assert not fleet.compare(params, decode.model).differing
         assert agree(answer, aggregated.answer(prompt)).within(MAX_TIE_NATS)
+
+
+def test_a_request_that_is_given_up_before_its_grant_gives_its_blocks_back(fleet, aggregated):
+    """A peer that answered at once so far is counted on: blocks are allocated while it is asked."""
+    prefill, decode = producer(fleet, 1), consumer(fleet, 1)
+    decode.answer("Hello there", prefill.prefill("Hello there"))
+    decode.wait_idle()
+    usage = "vllm:kv_cache_usage_perc"
+    given_up, kept = (
+        (prompt, prefill.prefill(prompt)) for prompt in (prompt_of(800, salt=71), prompt_of(700, salt=72))
+    )
+    with ThreadPoolExecutor(2) as pool:
+        fleet.signal(prefill, signal.SIGSTOP)
+        try:
+            body = {"model": MODEL_NAME, "prompt": given_up[0], "max_tokens": 4, "kv_transfer_params": given_up[1]}
+            first = pool.submit(httpx.post, f"{decode.url}/v1/completions", json=body, timeout=2, trust_env=False)
+            deadline = time.monotonic() + 1.5
+            while not decode.metric(usage):
+                assert time.monotonic() < deadline, "no block was allocated"
+            with pytest.raises(httpx.ReadTimeout):
+                first.result()
+            decode.wait_idle(5)  # though P still stands
+            second = pool.submit(decode.answer, *kept)
+            time.sleep(0.5)
+        finally:
+            fleet.signal(prefill, signal.SIGCONT)
+        answer = second.result()
+    assert agree(answer, aggregated.answer(kept[0])).within(MAX_TIE_NATS)
+    assert not fleet.compare(kept[1], decode.model).differing
+    prefill.wait_idle()
 
 
 def test_through_the_router(fleet, aggregated):

@@ -5,6 +5,7 @@ import queue
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybrid_connector.core.errors import HybridConnectorError, PeerError, WireEr
 from hybrid_connector.core.leases import MAX_CLOCK_DRIFT
 from hybrid_connector.engine.config import ConnectorConfig
 from hybrid_connector.engine.consumer import (
+    PROMPT_S,
     REFUSED_PEER_S,
     REMEMBER_SILENCE_S,
     RETRY_S,
@@ -1265,6 +1267,49 @@ def test_an_engine_that_waits_for_an_answer_goes_on_as_soon_as_there_is_one() ->
     scene.consumer.wait_answer(60)
     assert isinstance(scene.consumer.status("r"), Held)
     answer.join()
+
+
+def test_a_peer_is_counted_on_once_it_has_granted_quickly_and_until_it_is_silent() -> None:
+    scene = Scene()
+    assert not scene.consumer.is_prompt("r")
+    scene.consumer.acquire("r", remote())
+    assert not scene.consumer.is_prompt("r"), "a handshake comes first"
+    scene.welcome()
+    assert not scene.consumer.is_prompt("r"), "nobody knows how long it takes"
+    scene.clock.advance(PROMPT_S / 2)
+    scene.grant()
+    assert not scene.consumer.is_prompt("r"), "it has answered"
+    scene.consumer.acquire("s", remote("cmpl-2"))
+    assert scene.consumer.is_prompt("s")
+    scene.clock.advance(PROMPT_S)
+    scene.consumer.acquire("t", remote("cmpl-3"))
+    assert scene.consumer.is_prompt("t")
+    scene.clock.advance(PROMPT_S / 10)
+    assert not scene.consumer.is_prompt("t"), "what was asked before is not answered"
+    scene.grant()
+    assert not scene.consumer.is_prompt("t"), "it takes longer now"
+
+
+def test_a_step_waits_for_grants_no_longer_than_asked_and_not_for_slow_peers() -> None:
+    scene = Scene()
+    scene.hold("r")
+    scene.consumer.acquire("s", remote("cmpl-2"))
+    scene.consumer.acquire("t", remote("cmpl-3"))
+    answers = threading.Thread(target=lambda: (scene.grant(), scene.grant()))
+    answers.start()
+    scene.consumer.wait_grants(["s", "t", "unknown"], 60)
+    answers.join()
+    assert scene.status("s") == scene.status("t") == HELD
+
+    scene.consumer.acquire("u", remote("cmpl-4"))
+    scene.consumer.wait_grants(["u"], 0.001)  # returns though nobody answers
+    assert scene.status("u") == Pending()
+    scene.clock.advance(2.0)
+    scene.grant()
+    scene.consumer.acquire("v", remote("cmpl-5"))
+    began = time.monotonic()
+    scene.consumer.wait_grants(["v"], 0.25)  # the last answer took 2 s
+    assert time.monotonic() - began < 0.2
 
 
 def test_the_ticker_rests_until_the_next_retry_is_due() -> None:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,6 +63,12 @@ CLOSE_WAIT_S = 1.0
 
 MAX_TIMES = 4096
 """Latencies kept until somebody takes them: where nobody does, the oldest go."""
+
+PROMPT_S = 0.05
+"""A peer that usually grants within this time, and left nothing unanswered for longer, is counted on."""
+
+_ANSWER_WEIGHT = 0.25
+"""Of the latest answer in a peer's usual time to answer."""
 
 _MAX_CHARS = {"remote_engine_id": 512, "remote_request_id": 512, "remote_lease_token": 128, "remote_host": 255}
 """What the messages, and the side channel, can hold."""
@@ -144,7 +150,8 @@ class _Peer:
     """What handshakes with an address gave: a manifest, or a refusal that answers for a while, or nothing yet.
 
     ``asking``: the last of ``num_hellos`` has not ended. ``problem``: why the last one came to nothing.
-    ``engine_id``: the engine that the last request expected there.
+    ``engine_id``: the engine that the last request expected there. ``answer_s``: how long it usually takes to grant;
+    ``None`` before the first. ``unanswered_since``: when it was first asked for a grant after the last it gave.
     """
 
     manifest: EngineManifest | None = None
@@ -153,6 +160,8 @@ class _Peer:
     num_hellos: int = 0
     problem: str = ""
     engine_id: str = ""
+    answer_s: float | None = None
+    unanswered_since: float | None = None
     breaker: Breaker = field(default_factory=Breaker)
 
 
@@ -265,6 +274,32 @@ class Consumer:
             times = list(self._times)
             self._times.clear()
         return times
+
+    def is_prompt(self, request_id: str) -> bool:
+        """Whether the answer to the request's Acquire is about to come, by how its peer answered before."""
+        with self._lock:
+            wanted = self._wanted.get(request_id)
+            if wanted is None or not wanted.asking:
+                return False
+            peer = self._peers[wanted.remote.address]
+            if peer.manifest is None or peer.answer_s is None or peer.unanswered_since is None:
+                return False
+            return peer.answer_s <= PROMPT_S and self._clock() - peer.unanswered_since <= PROMPT_S
+
+    def wait_grants(self, request_ids: Iterable[str], at_most_s: float) -> None:
+        """Wait until these requests are answered; not for peers that usually take longer than ``at_most_s``."""
+        deadline = time.monotonic() + at_most_s
+        with self._lock:
+            waiting = [request_id for request_id in request_ids if self._usual_answer_s(request_id) <= at_most_s]
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            self.wait_answer(left_s)
+            waiting = [request_id for request_id in waiting if isinstance(self.status(request_id), Pending)]
+
+    def _usual_answer_s(self, request_id: str) -> float:
+        """How long an answer to what was just asked for the request usually takes; endless where nothing was asked."""
+        wanted = self._wanted.get(request_id)
+        peer = None if wanted is None or not wanted.asking else self._peers[wanted.remote.address]
+        return float("inf") if peer is None or peer.answer_s is None else peer.answer_s
 
     def wait_answer(self, timeout_s: float) -> None:
         """Let the threads that answer run, until one has or the time is over.
@@ -463,6 +498,8 @@ class Consumer:
             return
         asked_at = self._clock()
         wanted.asking = True
+        if peer.unanswered_since is None:
+            peer.unanswered_since = asked_at
         future = self._call(remote.address, Acquire(remote.request_id, remote.token, wanted.holder))
         future.add_done_callback(self._then_notify(lambda done: self._on_grant(request_id, wanted, asked_at, done)))
 
@@ -479,6 +516,9 @@ class Consumer:
                 wanted.retry_at, wanted.problem = max(asked_at + RETRY_S, peer.breaker.ask_at), str(error)
                 return
             reply = done.result()
+            peer.unanswered_since = None
+            before_s = now - asked_at if peer.answer_s is None else peer.answer_s
+            peer.answer_s = before_s + _ANSWER_WEIGHT * (now - asked_at - before_s)
             # Not the manifest of when Acquire was sent: another request may have noticed the restart meanwhile.
             manifest = peer.manifest
             if manifest is None:

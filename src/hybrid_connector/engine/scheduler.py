@@ -27,9 +27,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybrid_connector import __version__
+from hybrid_connector.core.blocks import BlockIds
 from hybrid_connector.core.errors import ConfigError, HybridConnectorError
 from hybrid_connector.engine.config import ConnectorConfig
-from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest
+from hybrid_connector.engine.consumer import Address, Consumer, Held, Lost, Pending, RemoteRequest, Status
 from hybrid_connector.engine.exchange import CaptureOrder, LoadOrder, LoadRecord, ReadDigest, StepOrders, StepReport
 from hybrid_connector.engine.layout import overwrites_state, state_block_ids
 from hybrid_connector.engine.metrics import MAX_PEERS, HybridConnectorStats
@@ -49,7 +50,14 @@ PUBLISHED = frozenset(metric.stat for metric in METRICS)
 _PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 GIVE_WAY_S = 1e-4
-"""How long a step that meets a pending grant waits for it, once."""
+"""How long a step that meets a pending grant gives way to the threads that bring it, once."""
+
+GRANT_WAIT_S = 1e-3
+"""How long a step waits for the grants of requests that came with it and have their blocks: in the next step, tens of
+milliseconds later where others decode, they are late."""
+
+IDLE_GRANT_WAIT_S = 5e-3
+"""The same where the step before computed nothing, so that nobody decodes."""
 
 SAMPLE_ONE_IN = 16
 """Of how many requests one is verified with ``verify: sample``."""
@@ -59,7 +67,7 @@ SAMPLE_ONE_IN = 16
 class _Fetch:
     """A D request's state that comes from a peer.
 
-    ``reason``: why it must fail, where that is decided. ``ordered``: the workers know; the end is theirs to report.
+    ``reason``: why it must fail, where that is decided. ``ordered``: it has blocks; the end is the workers' to report.
     ``verify``: P must confirm the ``digests`` of what the ranks have read.
     """
 
@@ -103,8 +111,11 @@ class Scheduler:
 
         self._step = -1
         self._waited_step = -2
+        self._was_idle = True
         self._cut: set[str] = set()
         self._fetches: dict[str, _Fetch] = {}
+        self._allocated: dict[str, tuple[BlockIds, int]] = {}
+        self._overdue: set[str] = set()
         self._loads: list[LoadOrder] = []
         self._failures: dict[str, str] = {}
         self._passed: list[str] = []
@@ -213,27 +224,22 @@ class Scheduler:
             return 0, False
         if fetch.reason is None and self._consumer is not None:
             status = self._consumer.status(request.request_id)
+            if isinstance(status, Pending) and self._consumer.is_prompt(request.request_id):
+                return num_missing, True  # blocks can be allocated meanwhile
             if isinstance(status, Pending):
-                self._wait_once_a_step()
+                self._give_way_once_a_step()
                 return None, False
-            if isinstance(status, Lost):
-                fetch.reason, fetch.failure = status.reason, status.kind
-            elif status.num_tokens != fetch.num_tokens:
-                fetch.failure = Failure.BAD_REFERENCE
-                fetch.reason = (
-                    f"P holds the state after {status.num_tokens} tokens, this prompt needs it after {fetch.num_tokens}"
-                )
         # A request that must fail takes the same way as one that loads, so that vLLM's failure policy decides.
         return num_missing, True
 
-    def _wait_once_a_step(self) -> None:
-        """Give way to the threads that bring grants, for a moment that no step can feel."""
+    def _give_way_once_a_step(self) -> None:
+        """Let the threads that bring grants run, for a moment that no step can feel."""
         if self._consumer is not None and self._waited_step != self._step:
             self._waited_step = self._step
             self._consumer.wait_answer(GIVE_WAY_S)
 
     def after_allocation(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks are allocated: order the load, or the failure."""
+        """Blocks are allocated: order the load, or the failure, once the grant is there."""
         request_id = request.request_id
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.ordered:
@@ -242,9 +248,32 @@ class Scheduler:
             self._forget(request_id)
             return
         fetch.ordered = True
-        status = self._consumer.status(request_id) if self._consumer is not None else Lost("")
+        block_ids = state_block_ids(self._kv_cache_config, blocks.get_block_ids(), fetch.num_tokens)
+        self._allocated[request_id] = block_ids, fetch.num_tokens - num_external_tokens
+
+    def _order_loads(self) -> None:
+        """Order the loads of requests that have blocks, as far as P has answered for them."""
+        if not self._allocated:
+            return
+        if self._consumer is not None:
+            at_most_s = IDLE_GRANT_WAIT_S if self._was_idle else GRANT_WAIT_S
+            self._consumer.wait_grants(self._allocated.keys() - self._overdue, at_most_s)
+        for request_id, (block_ids, first_tokens) in list(self._allocated.items()):
+            fetch = self._fetches[request_id]
+            status = self._consumer.status(request_id) if self._consumer is not None else Lost("")
+            if fetch.reason is not None or not isinstance(status, Pending):
+                del self._allocated[request_id]
+                self._order(request_id, fetch, status, block_ids, first_tokens)
+        self._overdue = set(self._allocated)
+
+    def _order(self, request_id: str, fetch: _Fetch, status: Status, block_ids: BlockIds, first_tokens: int) -> None:
         if fetch.reason is None and isinstance(status, Lost):
             fetch.reason, fetch.failure = status.reason, status.kind
+        elif fetch.reason is None and isinstance(status, Held) and status.num_tokens != fetch.num_tokens:
+            fetch.failure = Failure.BAD_REFERENCE
+            fetch.reason = (
+                f"P holds the state after {status.num_tokens} tokens, this prompt needs it after {fetch.num_tokens}"
+            )
         if fetch.reason is not None or not isinstance(status, Held):
             self._fail(request_id, fetch.reason or "the grant was withdrawn before the load began")
             return
@@ -256,9 +285,9 @@ class Scheduler:
                 fetch.remote.request_id,
                 self._introduce(fetch.remote.address, status.manifest),
                 status.block_ids,
-                state_block_ids(self._kv_cache_config, blocks.get_block_ids(), fetch.num_tokens),
+                block_ids,
                 fetch.num_tokens,
-                fetch.num_tokens - num_external_tokens,
+                first_tokens,
                 fetch.verify,
             )
         )
@@ -283,6 +312,8 @@ class Scheduler:
     def build_orders(self, *, is_idle: bool) -> StepOrders:
         """What the workers do in the next step; ``is_idle``: it computes nothing."""
         self._step += 1
+        self._order_loads()
+        self._was_idle = is_idle
         self._decide_verified()
         orders = StepOrders(
             self._step,
@@ -412,6 +443,9 @@ class Scheduler:
         fetch = self._fetches.get(request.request_id)
         if fetch is not None and not fetch.ordered:
             self._forget(request.request_id)
+        elif self._allocated.pop(request.request_id, None) is not None:
+            # Its blocks wait for the workers' report, as those of a load do.
+            self._fail(request.request_id, "the request ended before P granted it")
         was_cut = request.request_id in self._cut
         self._cut.discard(request.request_id)
         params = request.kv_transfer_params
