@@ -54,11 +54,22 @@ faults: env      ## faults on real engines: what becomes of requests; ARGS=--wit
 soak: env        ## 2,000 requests through router, P and D, aborts, a restart of P; then nothing may have grown
 	$(BIN)/python integration/soak.py $(ARGS)
 
-bench: env       ## transfers through NIXL in every way, binding and handshake; tables and pictures in build/bench
-	mkdir -p build/bench
+# P and D of either connector three times in turn, so that a slower minute of the machine meets both.
+ENGINES := $(BIN)/python integration/gpu/compare.py --device cpu --tiny --work-dir build/bench/engines
+TURNS := --pairs in-tree/LBHNC ours/LBHNC ours/LBHNC in-tree/LBHNC in-tree/LBHNC ours/LBHNC
+# 100,000 blocks in 16 layers take 6.5 GB a side.
+MANY_BLOCKS := --kind jamba --layers 16 --size hidden_size=64 num_attention_heads=2 num_kv_heads=1 head_dim=32 --blocks 100000
+
+bench: env       ## transfers through NIXL in every way, binding, whole engines beside the in-tree connector; in build/bench
+	rm -rf build/bench && mkdir -p build/bench
 	$(BIN)/python integration/benchmarks/transfer.py --scale 8 --output build/bench/transfer.jsonl
 	$(BIN)/python integration/benchmarks/bind.py --output build/bench/bind.jsonl
-	$(BIN)/python integration/benchmarks/report.py build/bench/transfer.jsonl build/bench/bind.jsonl --pictures build/bench
+	$(ENGINES) $(TURNS) --prompts 256 1024 --concurrency 1 8 64 --repeats 15 --out build/bench/engines.jsonl
+	rm -rf build/bench/engines
+	$(ENGINES) $(MANY_BLOCKS) $(TURNS) --prompts 256 --concurrency 1 --no-verify --out build/bench/blocks.jsonl
+	$(BIN)/python integration/benchmarks/report.py build/bench/transfer.jsonl build/bench/bind.jsonl \
+	  build/bench/engines.jsonl --pictures build/bench
+	$(BIN)/python integration/benchmarks/report.py build/bench/blocks.jsonl
 
 sweep: env       ## every family and geometry against a byte oracle, and the in-tree connector's arithmetic beside it
 	$(BIN)/python -m hybrid_connector.tools.sweep_geometry

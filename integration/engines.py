@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import httpx
 from hybrid_connector.core.errors import PeerError
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
 from hybrid_connector.tools.completions import Answer, complete
-from hybrid_connector.tools.servers import ServerDiedError, Servers, ServerSpec, free_ports
+from hybrid_connector.tools.servers import Device, ServerDiedError, Servers, ServerSpec, free_ports
 from hybrid_connector.tools.tiny_model import Kind, TinyModel, make_tiny_model
 
 from read_faults import DIR_VARIABLE
@@ -86,14 +86,22 @@ class Engine:
             time.sleep(0.05)
 
 
-class Fleet:
-    """Starts engines on demand and stops them all at the end."""
+START_TIMEOUT_S: Mapping[Device, float] = {"cpu": 300.0, "cuda": 500.0}
 
-    def __init__(self, directory: Path) -> None:
+
+class Fleet:
+    """Starts engines on demand and stops them all at the end.
+
+    On ``cuda`` decode engines take the second GPU and all others the first. ``engine_args``: for every ``vllm serve``.
+    """
+
+    def __init__(self, directory: Path, device: Device = "cpu", engine_args: Sequence[str] = ()) -> None:
         self.directory = directory
         self.captures = directory / "captures"
         self.client = httpx.Client(timeout=120, trust_env=False, limits=httpx.Limits(max_connections=200))
-        self._servers = Servers(directory / "logs")
+        self._device: Device = device
+        self._engine_args = engine_args
+        self._servers = Servers(directory / "logs", device=device)
         self._engines: dict[str, Engine] = {}
 
     def __enter__(self) -> "Fleet":
@@ -131,8 +139,11 @@ class Fleet:
         """
         port, side_port = ports or free_ports(2)
         arguments = ["--model", str(self.model(model)), "--served-model-name", MODEL_NAME, "--max-model-len", "4096"]
-        arguments += ["--tensor-parallel-size", str(tp), *args]
+        arguments += ["--tensor-parallel-size", str(tp), *self._engine_args, *args]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), **(env or {})}
+        if self._device == "cuda":
+            arguments += ["--gpu-memory-utilization", "0.25"]
+            environment["CUDA_VISIBLE_DEVICES"] = "1" if role == "kv_consumer" else "0"
         if role is not None:
             # Longer than a small machine was seen to stand still (12 s); tests of what ends by time say less.
             extra = {"capture_dir": str(self.captures), "lease_s": 60, "acquire_timeout_s": 30}
@@ -169,7 +180,7 @@ class Fleet:
                 model = self.model(kwargs.get("model", "hybrid"))
                 side_port = int(spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
                 self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client, side_port)
-        self._servers.wait_ready()
+        self._servers.wait_ready(START_TIMEOUT_S[self._device])
         return {name: self._engines[name] for name in wanted}
 
     def kill(self, engine: Engine) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import string
 import sys
@@ -601,22 +602,26 @@ def leaked_blocks(engine: Engine | None, lease_s: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose name contains this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose name contains one of these texts")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: two GPUs, rows of TP 1 only")
+    parser.add_argument("--engine-args", default="", help="further options of vllm serve, in quotes")
     parser.add_argument("--without-guards", action="store_true", help="take each row's guard out; no row may pass")
     parser.add_argument("--json", type=Path, help="write one line per row here")
     parser.add_argument("--work-dir", type=Path, help="keep logs here")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # where engines find faulty_connector
-    rows = [fault for fault in FAULTS if args.only in fault.name]
+    rows = [fault for fault in FAULTS if any(text in fault.name for text in args.only)]
+    if args.device == "cuda":
+        rows = [fault for fault in rows if not any("tp" in side for side in (fault.p, fault.d))]
     if not rows:
-        parser.error(f"--only: no row's name contains {args.only!r}")
+        parser.error(f"--only: no row's name contains any of {args.only}")
     console = Console(width=150)
     table = Table("fault", "times", "right", "failed", "WRONG", "other", "leaked P", "leaked D", "alive", "s", "")
     outcomes = []
     with contextlib.ExitStack() as stack:
         directory = args.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
         directory.mkdir(parents=True, exist_ok=True)
-        fleet = stack.enter_context(Fleet(directory))
+        fleet = stack.enter_context(Fleet(directory, args.device, shlex.split(args.engine_args)))
         fleet.client.timeout = httpx.Timeout(CLEARLY_S)
         reference = fleet.engine("aggregated", model="hybrid")
         for fault in rows:

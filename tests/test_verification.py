@@ -5,6 +5,7 @@ P's and D's halves are the real ones, as are the bytes; clock, side channel and 
 
 import dataclasses
 import random
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -448,6 +449,18 @@ def test_a_question_names_the_lease_and_the_bytes() -> None:
     assert call.request == Verify("remote-r", "token", "holder", 0, 0, scene.reads[0].src)
     assert scene.answer(scene.agree()) == [Verdict("r")]
     assert scene.caller.open() == []
+
+
+def test_an_engine_that_waits_for_a_digest_goes_on_as_soon_as_there_is_one() -> None:
+    scene = Asking(num_reads=2)
+    scene.verifications.wait_answer(0.001)  # returns though nobody answers
+    answers = threading.Thread(target=scene.caller.open()[1].answer, args=(scene.agree(1),))
+    answers.start()
+    scene.verifications.wait_answer(60)
+    answers.join()
+    assert scene.verifications.poll() == []
+    assert scene.answer(scene.agree(0)) == [Verdict("r")]
+    scene.verifications.wait_answer(60)  # nothing is asked
 
 
 def test_all_digests_must_agree() -> None:

@@ -1,13 +1,15 @@
-"""What do the lines of JSON of ``transfer.py`` and ``bind.py`` say? Tables in Markdown, and pictures.
+"""What do the lines of JSON of ``transfer.py``, ``bind.py``, ``gpu/compare.py`` say? Tables in Markdown, and pictures.
 
-    python integration/benchmarks/report.py transfer.jsonl bind.jsonl --pictures build/report
+    python integration/benchmarks/report.py transfer.jsonl bind.jsonl engines.jsonl --pictures build/report
 
 Tables go to stdout. Of transfers: medians in milliseconds, and of ours how many times as fast as in-tree style; a
-picture per model. Of binding: milliseconds per request by tokens; one picture.
+picture per model. Of binding: milliseconds per request by tokens; one picture. Of engines: medians over all rounds of a
+cell, ours beside the in-tree connector's; one picture.
 """
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,84 @@ def handshake_table(lines: Lines) -> str:
     names = [name for name in lines[0] if name != "kind"]
     rows = [[name.replace("_", " ") for name in names], ["---"] * len(names)]
     return _table(rows + [[f"{line[name]:,}" for name in names] for line in lines])
+
+
+TIMES = {"transfer": "transfer", "ttft": "first token", "decode_first": "of it on D"}
+ENGINES = ("in-tree", "ours", "ours+verify")
+
+
+def pooled(lines: Lines) -> list[dict[str, Any]]:
+    """A line per connector, layout and cell: medians in ms of all rounds' requests."""
+    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        key = line["prompt"], line["concurrency"], line["layout"], ENGINES.index(line["name"])
+        cells.setdefault(key, []).append(line)
+    found = []
+    for _, some in sorted(cells.items()):
+        line = {key: some[0][key] for key in ("prompt", "concurrency", "layout", "name")}
+        for time in TIMES:
+            line[time] = statistics.median(second for each in some for second in each[f"all_{time}_s"]) * 1e3
+        for key in ("descriptors", "bytes", "requests_per_s"):
+            line[key] = statistics.median(each[key] for each in some)
+        line["requests"] = sum(each["num_requests"] for each in some)
+        found.append(line)
+    return found
+
+
+def beside_in_tree(lines: Lines) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Each pooled line and the in-tree connector's of the same cell, in the layout where that moved it faster."""
+    lines = pooled(lines)
+    best: dict[tuple[int, int], dict[str, Any]] = {}
+    for line in lines:
+        cell = line["prompt"], line["concurrency"]
+        if line["name"] == "in-tree" and (cell not in best or line["transfer"] < best[cell]["transfer"]):
+            best[cell] = line
+    return [(line, best.get((line["prompt"], line["concurrency"]))) for line in lines]
+
+
+def engine_table(lines: Lines) -> str:
+    head = ["prompt", "at a time", "connector", "layout", "requests", "MB", "descriptors"]
+    head += [*(f"{name}, ms" for name in TIMES.values()), "requests/s"]
+    rows = [head, ["---"] * len(head)]
+    for line, other in beside_in_tree(lines):
+        times = []
+        for time in TIMES:
+            ratio = f" (x{other[time] / line[time]:.2f})" if other is not None and line["name"] != "in-tree" else ""
+            times.append(f"{line[time]:.2f}{ratio}")
+        where = [f"{line['prompt']:,}", str(line["concurrency"]), line["name"], line["layout"], str(line["requests"])]
+        what = [f"{line['bytes'] / 1e6:.1f}", f"{line['descriptors']:g}"]
+        rows.append([*where, *what, *times, f"{line['requests_per_s']:.1f}"])
+    return _table(rows)
+
+
+def start_table(lines: Lines) -> str:
+    """What D does once: at its own start, and for the first handshake."""
+    rows = [["connector", "layout", "blocks", "prepare, ms", "handshake, ms"], ["---"] * 5]
+    for line in lines:
+        times = [f"{line[key] * 1e3:.1f}" for key in ("prepare_s", "handshake_s")]
+        rows.append([line["name"], line["layout"], f"{line['producer']['about']['num_blocks']:,}", *times])
+    return _table(rows)
+
+
+def draw_engines(lines: Lines, path: Path) -> None:
+    """Transfer and first token of each cell, ours as a share of the in-tree connector's time."""
+    shown = [(line, other) for line, other in beside_in_tree(lines) if other is not None and line["name"] == "ours"]
+    figure = Figure(figsize=(1.2 + 0.9 * len(shown), 3.4), layout="constrained")
+    panel = figure.subplots()
+    for i, (time, name) in enumerate(TIMES.items()):
+        height = [100 * line[time] / other[time] for line, other in shown]
+        panel.bar([case + (i - 1) * 0.26 for case in range(len(shown))], height, 0.25, color=COLOURS[1 + i], label=name)
+    panel.axhline(100, color="black", linewidth=0.8)
+    labels = [f"{line['prompt']:,}\nx {line['concurrency']}\n{line['layout']}" for line, _ in shown]
+    panel.set_xticks(range(len(shown)), labels, fontsize=7)
+    panel.set_ylabel("% of the in-tree connector's time", fontsize=8)
+    panel.tick_params(axis="y", labelsize=7)
+    panel.grid(axis="y", linewidth=0.4, alpha=0.6)
+    panel.set_axisbelow(True)
+    handles, names = panel.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(TIMES), fontsize=8, frameon=False)
+    figure.suptitle("Whole engines: prompt tokens x requests at a time", fontsize=10)
+    FigureCanvasAgg(figure).print_png(str(path))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -114,7 +194,14 @@ def main() -> None:
     lines = [json.loads(line) for path in args.files for line in path.read_text().splitlines()]
     transfers = [line for line in lines if "ways" in line]
     binds, handshakes = ([line for line in lines if line.get("kind") == kind] for kind in ("bind", "handshake"))
-    for found, table in ((transfers, transfer_table), (binds, bind_table), (handshakes, handshake_table)):
+    cells, starts = ([line for line in lines if line.get("kind") == kind] for kind in ("cell", "start"))
+    for found, table in (
+        (transfers, transfer_table),
+        (binds, bind_table),
+        (handshakes, handshake_table),
+        (cells, engine_table),
+        (starts, start_table),
+    ):
         if found:
             print(table(found), end="\n\n")
     if args.pictures is not None:
@@ -124,6 +211,8 @@ def main() -> None:
             draw_transfers(model, mine, args.pictures / f"transfer-{model}.png")
         if binds:
             draw_binding(binds, args.pictures / "bind.png")
+        if cells:
+            draw_engines(cells, args.pictures / "engines.png")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,10 @@ MAX_TIE_NATS = 0.1
 CAPTURED_CONCURRENCY = 8
 START_GUESS_S = {"cuda": 75.0, "cpu": 90.0}
 STOP_S = 12.0
+STARTUP = ("prepare", "handshake", "handshake_worker", "handshake_nixl")
+"""What an engine does once. In-tree: descriptors of all own blocks; the handshake with those of all of P's. Ours: from
+Hello to the checked manifest; plan and binder; P's agent."""
+
 REPORT_KEYS = (
     "ttft_s",
     "prefill_s",
@@ -61,9 +65,15 @@ class Pair:
     layout: str
     async_scheduling: bool
     graphs: str
+    verify: bool = False
+
+    @property
+    def name(self) -> str:
+        """The connector in few letters."""
+        return "in-tree" if self.connector == IN_TREE else "ours+verify" if self.verify else "ours"
 
     def __str__(self) -> str:
-        return f"{self.connector}.{self.layout}.{'async' if self.async_scheduling else 'sync'}.graphs-{self.graphs}"
+        return f"{self.name}.{self.layout}.{'async' if self.async_scheduling else 'sync'}.graphs-{self.graphs}"
 
 
 @dataclass(frozen=True)
@@ -198,12 +208,12 @@ def _engine_arguments(args: argparse.Namespace, pair: Pair, role: str, model: Pa
             "kv_load_failure_policy": "fail",
         },
     }
+    if pair.verify:
+        arguments["kv_transfer_config"]["kv_connector_extra_config"] = {"verify": "all"}
+    if args.blocks:
+        arguments["num_gpu_blocks_override"] = args.blocks
     if args.device == "cpu":
-        return arguments | {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 1 << 30,
-            "num_gpu_blocks_override": 160,
-        }
+        return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
     arguments |= {
         "gdn_prefill_backend": "triton",
         "kv_cache_memory_bytes": args.kv_cache_gib << 30,
@@ -227,6 +237,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
+        self.timed: list[dict[str, Any]] = []
 
     def take(self) -> tuple[Mapping[str, Any], ...]:
         records, self.records = tuple(self.records), []
@@ -244,6 +255,21 @@ class Recorder:
                 }
             )
 
+    def _time(self, owner: Any, name: str, kind: str, *, once: bool = False) -> None:
+        """Record how long calls of a method take, or the first of each process."""
+        method = getattr(owner, name)
+
+        def timed(*call: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*call, **named)
+            if not (once and any(record["kind"] == kind for record in self.timed)):
+                record = {"kind": kind, "seconds": time.perf_counter() - began}
+                self.records.append(record)
+                self.timed.append(record)
+            return result
+
+        setattr(owner, name, timed)
+
     def watch_in_tree(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
@@ -254,11 +280,16 @@ class Recorder:
             record(stats, telemetry)
 
         NixlKVConnectorStats.record_transfer = record_transfer
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+        self._time(NixlBaseConnectorWorker, "_nixl_handshake", "handshake")
+        self._time(NixlBaseConnectorWorker, "register_local_xfer_handler", "prepare")
 
     def watch_ours(self) -> None:
         """NIXL's telemetry of every read, and our own view of loads and of binding."""
         import functools
 
+        from hybrid_connector.engine.consumer import Consumer
         from hybrid_connector.engine.loads import Loads
         from hybrid_connector.transport import nixl
         from hybrid_connector.transport.base import TransferState
@@ -293,7 +324,18 @@ class Recorder:
             self.records.append({"kind": "bind", "bind_s": time.perf_counter() - began})
             return bound
 
+        welcome = Consumer._on_welcome
+
+        def _on_welcome(consumer: Consumer, address: Any, asked_at: float, done: Any) -> None:
+            welcome(consumer, address, asked_at, done)
+            self.records.append({"kind": "handshake", "seconds": time.monotonic() - asked_at})
+
         nixl.NixlTransfer._end, Loads._record, Binder.bind_parts = _end, _record, timed_bind
+        Consumer._on_welcome = _on_welcome
+        self._time(Loads, "add_peer", "handshake_worker")
+        self._time(nixl.NixlTransport, "add_peer", "handshake_nixl", once=True)
+        for name in ("accept", "refute"):
+            self._time(Loads, name, name)
 
 
 def run_engine(conn: Connection, args: argparse.Namespace, pair: Pair, role: str, model: Path, log: Path) -> None:
@@ -307,7 +349,7 @@ def run_engine(conn: Connection, args: argparse.Namespace, pair: Pair, role: str
         recorder = Recorder()
         engine = _make_engine(args, pair, role, model, recorder)
         conn.send(Ready(time.monotonic() - began, _about(engine)))
-        _serve(conn, engine, recorder, idle_s=0.001 if args.device == "cpu" else 0.0)
+        _serve(conn, engine, recorder)
         engine.engine_core.shutdown()
     except (EOFError, BrokenPipeError):
         code = 1  # the parent is gone
@@ -326,6 +368,9 @@ def _make_engine(args: argparse.Namespace, pair: Pair, role: str, model: Path, r
         from hybrid_connector.tools.nursery import import_vllm
 
         import_vllm()
+        # On CPUs the in-tree connector pins its engine's main thread to the last core, of P and D the same one. That
+        # would be compared, not the connectors.
+        os.sched_setaffinity = lambda pid, mask: None
     from vllm import LLM
 
     if pair.connector == OURS:
@@ -387,14 +432,25 @@ def _set_capture(engine: Any, directory: str | None) -> None:
     worker._loads._on_loaded = worker._capture_load if directory else None
 
 
-def _serve(conn: Connection, engine: Any, recorder: Recorder, idle_s: float) -> None:
-    """Step the engine for ever: leases are sealed, released and expired by steps, also where no request runs."""
+def _serve(conn: Connection, engine: Any, recorder: Recorder) -> None:
+    """Step the engine for ever, and rest where vLLM's own loop does: 1 ms after a step that computed nothing."""
     from vllm import SamplingParams
 
+    core = engine.engine_core.engine_core
+    step_fn, has_computed = core.step_fn, False
+
+    def watched_step() -> Any:
+        nonlocal has_computed
+        outputs, has_computed = step_fn()
+        return outputs, has_computed
+
+    core.step_fn = watched_step
     tokens: dict[Prompt, list[int]] = {}
     running: dict[str, _Running] = {}
     while True:
-        while conn.poll(0 if running else idle_s):
+        if not has_computed and core.scheduler.has_requests():
+            time.sleep(0.001)
+        while conn.poll(0 if core.scheduler.has_requests() else None):
             message = conn.recv()
             if isinstance(message, Submit):
                 prompt = tokens.get(message.prompt) or message.prompt.draw()
@@ -443,24 +499,33 @@ def _serve(conn: Connection, engine: Any, recorder: Recorder, idle_s: float) -> 
 
 
 def write_model(directory: Path, args: argparse.Namespace) -> None:
-    """A process's main function: the recipe of the tiny models at a size that occupies a GPU, drawn on that GPU."""
+    """A process's main function: the recipe of the tiny models at a size that occupies a GPU, drawn on that GPU.
+
+    Of the tiny ones, ``--kind`` and ``--size`` say which.
+    """
     import torch
     from safetensors.torch import save_file
 
     from hybrid_connector.tools.tiny_models.delta_nets import QWEN3_5
     from hybrid_connector.tools.tiny_models.recipe import END_TOKEN_ID, TinyModel
 
-    sizes: dict[str, int] = {"max_positions": MAX_POSITIONS, "num_layers": args.layers}
-    if not args.tiny:
-        sizes |= {
-            "hidden_size": 2048,
-            "num_attention_heads": 16,
-            "num_kv_heads": 2,
-            "head_dim": 256,
-            "num_key_heads": 16,
-            "num_value_heads": 64,
-        }
-    model = TinyModel(**sizes)
+    if args.tiny:
+        from hybrid_connector.tools.tiny_model import make_tiny_model
+
+        sizes = {key: int(value) for key, _, value in (size.partition("=") for size in args.size)}
+        recipe = TinyModel(kind=args.kind, max_positions=MAX_POSITIONS, num_layers=args.layers, **sizes)
+        make_tiny_model(directory, model=recipe)
+        return
+    model = TinyModel(
+        max_positions=MAX_POSITIONS,
+        num_layers=args.layers,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        num_key_heads=16,
+        num_value_heads=64,
+    )
     torch.set_default_device(args.device)
     generator = torch.Generator(args.device).manual_seed(0)
     weights = {name: weight.contiguous() for name, weight in QWEN3_5.weights(model, generator)}
@@ -758,10 +823,13 @@ def measure_cell(args: argparse.Namespace, duo: Duo, num_tokens: int, concurrenc
         "load_descriptors": _median([r["descriptors"] for r in loads]),
         "load_bytes": _median([r["bytes"] for r in loads]),
         "bind_s": _median([r["bind_s"] for r in records if r["kind"] == "bind"]),
+        "verified": sum(r["kind"] == "accept" for r in records),
+        "refuted": sum(r["kind"] == "refute" for r in records),
         # From the request's arrival on D until its load was ordered: acquiring the lease. Pairs up one at a time only.
         "acquire_s": _median([o - a for o, a in zip(orders, added, strict=False)]) if concurrency == 1 else None,
         "all_transfer_s": sorted(max(r["transfer_s"] for r in request) for request in reads),
         "all_ttft_s": sorted(o.ended.first_at - o.sent_at for o in good),
+        "all_decode_first_s": sorted(o.ended.first_at - o.ended.added_at for o in good),
         "answers": {str(o.prompt.seed): list(o.ended.tokens) for o in good},
     }
 
@@ -773,6 +841,16 @@ def warm_up(args: argparse.Namespace, duo: Duo) -> None:
     many = max(args.concurrency)
     if many > 1:
         duo.run(_prompts(min(args.prompts), many, 901), many, 8, timeout_s=args.start_timeout_s)
+
+
+def _startup(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """D's work before the first read: what it prepares at its own start, and for the first handshake with P."""
+    seconds = {kind: [r["seconds"] for r in records if r["kind"] == kind] for kind in STARTUP}
+    return {
+        "prepare_s": sum(seconds["prepare"]),
+        "handshake_s": sum(sum(times) for kind, times in seconds.items() if kind != "prepare"),
+        "handshake_parts_s": {kind: sum(times) for kind, times in seconds.items() if kind != "prepare"},
+    }
 
 
 def verify(args: argparse.Namespace, duo: Duo, pair: Pair, model: Path, work_dir: Path) -> dict[str, Any]:
@@ -859,7 +937,7 @@ def compare_answers(journal: Journal) -> list[dict[str, Any]]:
             common = sorted(set(mine) & set(theirs))
             result = {
                 "of": kind,
-                **{key: line.get(key) for key in ("connector", "layout", "async", "prompt", "concurrency")},
+                **{key: line.get(key) for key in ("name", "layout", "async", "prompt", "concurrency")},
                 "common": len(common),
                 "equal": sum(
                     (mine[k] == theirs[k]) if kind == "cell" else (mine[k]["tokens"] == theirs[k]["tokens"])
@@ -896,7 +974,7 @@ def print_tables(journal: Journal) -> None:
         rate = line["bytes"] / line["transfer_s"] / 1e9 if line.get("bytes") and line.get("transfer_s") else None
         rows.append(
             [
-                line["connector"].removesuffix("NixlConnector") or "in-tree",
+                line["name"],
                 line["layout"],
                 "async" if line["async"] else "sync",
                 line["graphs"],
@@ -918,7 +996,7 @@ def print_tables(journal: Journal) -> None:
             else "bytes not captured"
         )
         print(
-            f"verify {line['connector']} {line['layout']} {'async' if line['async'] else 'sync'}: {bytes_text}; "
+            f"verify {line['name']} {line['layout']} {'async' if line['async'] else 'sync'}: {bytes_text}; "
             f"swapped state changed {line['swapped_changed']}/{line['swapped']} answers; "
             f"{len(line['failures'])} failures"
         )
@@ -929,7 +1007,9 @@ def print_tables(journal: Journal) -> None:
 def _problems(journal: Journal) -> list[str]:
     problems = []
     for line in journal.lines:
-        where = " ".join(str(line.get(key)) for key in ("connector", "layout", "prompt", "concurrency"))
+        where = " ".join(str(line.get(key)) for key in ("name", "layout", "prompt", "concurrency"))
+        if line["kind"] == "cell" and line["name"] == "ours+verify" and line["verified"] < line["num_requests"]:
+            problems.append(f"{where}: {line['verified']} of {line['num_requests']} requests were verified")
         problems += [f"{where}: {failure}" for failure in line.get("failures", ())]
         problems += [f"{where}: {tensor}" for tensor in line.get("differing", ())]
         if line["kind"] == "error":
@@ -951,8 +1031,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of a million weights")
+    parser.add_argument("--kind", default="hybrid", help="of the tiny models (hybrid, Qwen3.5-like)")
+    parser.add_argument("--size", nargs="+", default=[], metavar="NAME=N", help="of the tiny model: head_dim=32 ...")
     parser.add_argument("--quick", action="store_true", help="one prompt length, concurrency 1 and 8, 3 repeats")
-    parser.add_argument("--pairs", nargs="+", metavar="WHAT", help="ours/LBHNC ours/BLHNC in-tree/LBHNC in-tree/BLHNC")
+    parser.add_argument(
+        "--pairs",
+        nargs="+",
+        metavar="WHAT",
+        help="{ours,ours+verify,in-tree}/{LBHNC,BLHNC}, any of them several times",
+    )
     parser.add_argument("--prompts", nargs="+", type=int, metavar="TOKENS")
     parser.add_argument("--concurrency", nargs="+", type=int, metavar="N")
     parser.add_argument("--repeats", type=int, default=5)
@@ -961,6 +1048,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--async-scheduling", choices=("on", "off"), default="on")
     parser.add_argument("--graphs", choices=("decode", "compile", "off"), default="decode", help="CUDA graphs")
     parser.add_argument("--kv-cache-gib", type=int, default=48)
+    parser.add_argument("--blocks", type=int, default=0, metavar="N", help="of the cache, instead of what fits")
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--budget-s", type=float, default=0.0, help="stop cleanly in this time (default: no limit)")
     parser.add_argument("--start-timeout-s", type=float, default=400.0)
@@ -974,17 +1062,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.repeats = min(args.repeats, 3)
     if args.device == "cpu":
         args.graphs = "off"
+        args.blocks = args.blocks or max(160, 8 * max(args.concurrency))
     layouts = ("LBHNC",) if args.device == "cpu" else ("LBHNC", "BLHNC")
     # The most telling first, in case the time does not suffice for all.
-    args.pairs = args.pairs or sorted(
-        (f"{who}/{layout}" for who in ("ours", "in-tree") for layout in layouts), key=lambda it: it == "in-tree/BLHNC"
-    )
+    everything = [f"{who}/{layout}" for who in ("ours", "in-tree") for layout in layouts]
+    args.pairs = args.pairs or [*sorted(everything, key=lambda it: it == "in-tree/BLHNC"), "ours+verify/LBHNC"]
     return args
 
 
 def _pair(args: argparse.Namespace, what: str, graphs: str) -> Pair:
     who, _, layout = what.partition("/")
-    return Pair({"ours": OURS, "in-tree": IN_TREE}[who], layout, args.async_scheduling == "on", graphs)
+    connector = {"ours": OURS, "ours+verify": OURS, "in-tree": IN_TREE}[who]
+    return Pair(connector, layout, args.async_scheduling == "on", graphs, who == "ours+verify")
 
 
 def _versions() -> dict[str, str | None]:
@@ -1003,6 +1092,7 @@ def run_pair(
     """All cells of one pair, then its verification. Raises ``EngineFailedError`` where an engine is lost."""
     labels = {
         "connector": pair.connector,
+        "name": pair.name,
         "layout": pair.layout,
         "async": pair.async_scheduling,
         "graphs": pair.graphs,
@@ -1012,7 +1102,10 @@ def run_pair(
             duo = stack.enter_context(start(args, pair, model, work_dir / "logs"))
             warm_up(args, duo)
         starts = {engine.role: engine.ready for engine in (duo.prefill, duo.decode)}
-        journal.write(kind="start", **labels, **{role: asdict(ready) for role, ready in starts.items() if ready})
+        starting = _startup(duo.collect())
+        journal.write(
+            kind="start", **labels, **starting, **{role: asdict(ready) for role, ready in starts.items() if ready}
+        )
         print(f"{pair}: ready after {budget.last['start']:.0f} s; {duo.decode.ready}", flush=True)
         verified = args.no_verify
         for concurrency in args.concurrency:
@@ -1071,6 +1164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 journal.write(
                     kind="error",
                     connector=pair.connector,
+                    name=pair.name,
                     layout=pair.layout,
                     graphs=pair.graphs,
                     error=str(error)[:4000],

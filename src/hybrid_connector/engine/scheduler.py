@@ -59,6 +59,10 @@ milliseconds later where others decode, they are late."""
 IDLE_GRANT_WAIT_S = 5e-3
 """The same where the step before computed nothing, so that nobody decodes."""
 
+IDLE_VERDICT_WAIT_S = 1e-3
+"""How long such a step waits for P's digests. A loop that only looks again keeps the interpreter lock from the thread
+that brings them: half a second was seen."""
+
 SAMPLE_ONE_IN = 16
 """Of how many requests one is verified with ``verify: sample``."""
 
@@ -313,8 +317,8 @@ class Scheduler:
         """What the workers do in the next step; ``is_idle``: it computes nothing."""
         self._step += 1
         self._order_loads()
-        self._was_idle = is_idle
         self._decide_verified()
+        self._was_idle = is_idle
         orders = StepOrders(
             self._step,
             tuple(self._new_manifests),
@@ -334,6 +338,8 @@ class Scheduler:
 
     def _decide_verified(self) -> None:
         """Let the workers report the requests whose bytes P has confirmed, or could not."""
+        if self._was_idle and self._verifications is not None:
+            self._verifications.wait_answer(IDLE_VERDICT_WAIT_S)
         for verdict in self._verifications.poll() if self._verifications is not None else ():
             if verdict.reason is None:
                 self._passed.append(verdict.request_id)

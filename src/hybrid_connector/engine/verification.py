@@ -10,7 +10,7 @@ Only the scheduler's thread comes here; answers are looked at with the next ``po
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from hybrid_connector.core.errors import HybridConnectorError
@@ -79,6 +79,12 @@ class Verifications:
         now = self._clock()
         questions = [_Question(number, read, now) for number, read in enumerate(reads)]
         self._running[request_id] = _Verification(reference, now + VERIFY_TIMEOUT_S, questions)
+
+    def wait_answer(self, at_most_s: float) -> None:
+        """Wait until P has answered something that it was asked, where anything was."""
+        questions = (question for verification in self._running.values() for question in verification.questions)
+        if answers := [question.answer for question in questions if question.answer is not None]:
+            wait(answers, at_most_s, return_when=FIRST_COMPLETED)
 
     def poll(self) -> list[Verdict]:
         """Ask and compare what is due; returns the requests that are decided, each once."""
