@@ -106,31 +106,38 @@ def test_what_d_holds_in_its_prefix_cache_does_not_move(fleet, aggregated):
 def test_a_request_that_is_given_up_before_its_grant_gives_its_blocks_back(fleet, aggregated):
     """A peer that answered at once so far is counted on: blocks are allocated while it is asked."""
     prefill, decode = producer(fleet, 1), consumer(fleet, 1)
-    decode.answer("Hello there", prefill.prefill("Hello there"))
-    decode.wait_idle()
-    usage = "vllm:kv_cache_usage_perc"
-    given_up, kept = (
-        (prompt, prefill.prefill(prompt)) for prompt in (prompt_of(800, salt=71), prompt_of(700, salt=72))
-    )
-    with ThreadPoolExecutor(2) as pool:
-        fleet.signal(prefill, signal.SIGSTOP)
-        try:
-            body = {"model": MODEL_NAME, "prompt": given_up[0], "max_tokens": 4, "kv_transfer_params": given_up[1]}
-            first = pool.submit(httpx.post, f"{decode.url}/v1/completions", json=body, timeout=2, trust_env=False)
-            deadline = time.monotonic() + 1.5
-            while not decode.metric(usage):
-                assert time.monotonic() < deadline, "no block was allocated"
-            with pytest.raises(httpx.ReadTimeout):
-                first.result()
-            decode.wait_idle(5)  # though P still stands
-            second = pool.submit(decode.answer, *kept)
-            time.sleep(0.5)
-        finally:
-            fleet.signal(prefill, signal.SIGCONT)
-        answer = second.result()
-    assert agree(answer, aggregated.answer(kept[0])).within(MAX_TIE_NATS)
-    assert not fleet.compare(kept[1], decode.model).differing
-    prefill.wait_idle()
+
+    def give_up(salt):
+        """Whether blocks were allocated for a request whose client hung up while P stood still."""
+        for length in (3, 4, 5):  # so that P's last answers, not those of a busier time, say how quick it is
+            prompt = prompt_of(length, salt=salt)
+            decode.answer(prompt, prefill.prefill(prompt))
+        decode.wait_idle()
+        given_up, kept = ((p, prefill.prefill(p)) for p in (prompt_of(800, salt=salt), prompt_of(700, salt=salt)))
+        with ThreadPoolExecutor(2) as pool:
+            fleet.signal(prefill, signal.SIGSTOP)
+            try:
+                body = {"model": MODEL_NAME, "prompt": given_up[0], "max_tokens": 4, "kv_transfer_params": given_up[1]}
+                first = pool.submit(httpx.post, f"{decode.url}/v1/completions", json=body, timeout=5, trust_env=False)
+                was_allocated = False
+                while not first.done():
+                    was_allocated = was_allocated or decode.metric("vllm:kv_cache_usage_perc") > 0
+                    time.sleep(0.05)
+                with pytest.raises(httpx.ReadTimeout):
+                    first.result()
+                decode.wait_idle(20)  # though P still stands, and may do so for 30 s
+                second = pool.submit(decode.answer, *kept)
+                time.sleep(0.5)
+            finally:
+                fleet.signal(prefill, signal.SIGCONT)
+            answer = second.result()
+        assert agree(answer, aggregated.answer(kept[0])).within(MAX_TIE_NATS)
+        assert not fleet.compare(kept[1], decode.model).differing
+        prefill.wait_idle()
+        return was_allocated
+
+    # On a machine that stands still in between, P is not quick every time.
+    assert any(give_up(salt) for salt in (71, 72, 73))
 
 
 def test_through_the_router(fleet, aggregated):
