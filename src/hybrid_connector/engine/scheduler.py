@@ -13,6 +13,7 @@ get_skip_reading_prefix_cache.
 import logging
 import os
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,14 @@ PUBLISHED = frozenset(metric.stat for metric in METRICS)
 """What this process counts and publishes."""
 
 _PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+SWITCH_INTERVAL_S = 5e-5
+"""For how long the engine's thread may keep Python's interpreter from those that ask and answer peers.
+
+A thread that waits for the interpreter gets it when its holder keeps it for that long. With Python's own 5 ms a loop
+that lets go of it more often, if only for a moment, as engines do, was seen to hold up an answer for more than a
+second; ``integration/benchmarks/answers.py`` measures it.
+"""
 
 GIVE_WAY_S = 1e-4
 """How long a step that meets a pending grant gives way to the threads that bring it, once."""
@@ -147,6 +156,7 @@ class Scheduler:
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._producer.publish(manifest)
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         if self._server is None and (self._is_producer or _PORT_VARIABLE in os.environ):
             self._serve()
         if self._consumer is not None:
