@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from hybrid_connector.tools.servers import _Subprocesses
 from hybrid_connector.tools.sessions import stop_sessions, uninterrupted
 
 
@@ -35,6 +36,15 @@ def test_an_interruption_waits_until_a_started_process_is_known(heeded):
     stop_sessions([started.pid], 1.0, reap=started.poll)
     assert started.poll() == -signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_that_only_its_launcher_knows_ends_with_it(tmp_path):
+    """As after an interruption between its start and its being entered among the servers."""
+    launcher = _Subprocesses()
+    pid = launcher.run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", os.environ)
+    assert launcher.exit_code(pid) is None
+    launcher.close()
+    assert launcher.exit_code(pid) == -signal.SIGTERM
 
 
 def test_the_first_of_two_interruptions_is_delivered(heeded):

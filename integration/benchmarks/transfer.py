@@ -114,7 +114,6 @@ class Prepared:
         self._src_tables: dict[int, Any] = {}
         self._dst_tables: dict[int, Any] = {}
         self._wanted: dict[int, list[tuple[Section, np.ndarray, np.ndarray]]] = {}
-        self.num_prepared = 0
         found = sections(pair, local.address, [remote.address for remote in remotes])
         for rank in sorted({section.src_rank for section in found}):
             some = [section for section in found if section.src_rank == rank]
@@ -130,7 +129,6 @@ class Prepared:
             self._wanted[rank] = [
                 (some[numbers[0]], *(first[numbers][:, None] for first in firsts)) for numbers in alike.values()
             ]
-            self.num_prepared += int(firsts[0][-1] + firsts[1][-1])
 
     def _prepare(self, agent: str, tables: Sequence[np.ndarray], region: Region) -> Any:
         descriptors = self._agent.get_xfer_descs(np.concatenate(tables), region.memory)

@@ -237,7 +237,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
-        self.timed: list[dict[str, Any]] = []
+        self._seen: set[str] = set()
 
     def take(self) -> tuple[Mapping[str, Any], ...]:
         records, self.records = tuple(self.records), []
@@ -262,10 +262,9 @@ class Recorder:
         def timed(*call: Any, **named: Any) -> Any:
             began = time.perf_counter()
             result = method(*call, **named)
-            if not (once and any(record["kind"] == kind for record in self.timed)):
-                record = {"kind": kind, "seconds": time.perf_counter() - began}
-                self.records.append(record)
-                self.timed.append(record)
+            if not once or kind not in self._seen:
+                self.records.append({"kind": kind, "seconds": time.perf_counter() - began})
+            self._seen.add(kind)
             return result
 
         setattr(owner, name, timed)

@@ -278,13 +278,11 @@ class Consumer:
     def is_prompt(self, request_id: str) -> bool:
         """Whether the answer to the request's Acquire is about to come, by how its peer answered before."""
         with self._lock:
-            wanted = self._wanted.get(request_id)
-            if wanted is None or not wanted.asking:
+            if self._usual_answer_s(request_id) > PROMPT_S:
                 return False
-            peer = self._peers[wanted.remote.address]
-            if peer.manifest is None or peer.answer_s is None or peer.unanswered_since is None:
-                return False
-            return peer.answer_s <= PROMPT_S and self._clock() - peer.unanswered_since <= PROMPT_S
+            peer = self._peers[self._wanted[request_id].remote.address]
+            is_silent = peer.unanswered_since is None or self._clock() - peer.unanswered_since > PROMPT_S
+            return peer.manifest is not None and not is_silent
 
     def wait_grants(self, request_ids: Iterable[str], at_most_s: float) -> None:
         """Wait until these requests are answered; not for peers that usually take longer than ``at_most_s``."""

@@ -183,9 +183,7 @@ class Servers:
     def add(self, spec: ServerSpec) -> None:
         """Start one more server; it costs no second import on CPU."""
         log = self._new_log(spec.name)
-        # A nursery takes a minute to answer, and stops what it started by itself.
-        with contextlib.nullcontext() if isinstance(self._launcher, _Nursery) else uninterrupted():
-            self._processes[spec.name] = _Process(spec.name, spec.url, log, self._launcher.launch(spec, log))
+        self._processes[spec.name] = _Process(spec.name, spec.url, log, self._launcher.launch(spec, log))
 
     def start_router(self, prefill_url: str, decode_url: str, port: int, name: str = "router") -> str:
         """Start `vllm-router` for one P and one D, and return its URL.
@@ -198,8 +196,7 @@ class Servers:
         command += ["--prefill", prefill_url, "--decode", decode_url, "--host", HOST, "--port", str(port)]
         command += ["--prometheus-port", str(prometheus_port), "--worker-startup-check-interval", "1"]
         url = f"http://{HOST}:{port}"
-        with uninterrupted():
-            self._processes[name] = _Process(name, url, log, self._routers.run(command, log, _environment({})))
+        self._processes[name] = _Process(name, url, log, self._routers.run(command, log, _environment({})))
         return url
 
     def wait_ready(
@@ -249,6 +246,7 @@ class Servers:
             del self._processes[process.name]
         if name is None:
             self._launcher.close()
+            self._routers.close()
 
     def pids(self, name: str) -> tuple[int, ...]:
         """All processes of one server."""
@@ -281,11 +279,11 @@ class _Subprocesses:
         return self.run(command, log, _environment(spec.env))
 
     def run(self, command: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
-        with log.open("ab") as out:
+        with log.open("ab") as out, uninterrupted():
             popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
             )
-        self._popens[popen.pid] = popen
+            self._popens[popen.pid] = popen
         return popen.pid
 
     def has(self, pid: int) -> bool:
@@ -295,7 +293,9 @@ class _Subprocesses:
         return self._popens[pid].poll()
 
     def close(self) -> None:
-        pass
+        """Stop what still runs: an interruption may have come before anybody else knew of it."""
+        running = [pid for pid in self._popens if self.exit_code(pid) is None]
+        stop_sessions(running, STOP_GRACE_S, reap=lambda: [self.exit_code(pid) for pid in running])
 
 
 class _Nursery:
