@@ -1256,6 +1256,27 @@ def test_answers_from_another_thread() -> None:
     assert consumer.counts["grants"] >= len([i for i in range(num_requests) if i % 3])
 
 
+def test_counts_may_be_read_while_peers_answer() -> None:
+    """The engine's thread reads them each step; one that is counted for the first time meanwhile must not end it."""
+    for _ in range(50):
+        scene, is_read = Scene(), threading.Event()
+
+        def answer(scene: Scene = scene, is_read: threading.Event = is_read) -> None:
+            is_read.wait()
+            scene.consumer.acquire("r", remote())
+            scene.welcome()
+            scene.grant()
+            scene.consumer.release("r")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        while answering.is_alive():
+            assert sum(count for _, count in scene.consumer.counts.items()) <= 2
+            is_read.set()
+        answering.join()
+        assert scene.consumer.counts == {"handshakes": 1, "grants": 1}
+
+
 def test_an_engine_that_waits_for_an_answer_goes_on_as_soon_as_there_is_one() -> None:
     """A loop that only asks ``status`` keeps the interpreter lock from the thread that would change it."""
     scene = Scene()

@@ -84,6 +84,28 @@ def test_another_protocol_version_is_refused_with_both(manifest: EngineManifest,
     assert world.producer.counts == {"refused_unsupported_protocol": 1}
 
 
+def test_counts_may_be_read_while_peers_are_answered() -> None:
+    """The engine's thread reads them each step; one that is counted for the first time meanwhile must not end it."""
+    for _ in range(50):
+        world, is_read = World(sealed=False), threading.Event()
+
+        def answer(world: World = world, is_read: threading.Event = is_read) -> None:
+            is_read.wait()
+            world.ask(Hello(PROTOCOL_VERSION))
+            world.ask(Hello(PROTOCOL_VERSION + 1))
+            world.ask(Acquire("r", "t", "A"))
+            world.ask(Acquire("r", "other", "A"))
+            world.ask(Acquire("nobody's", "t", "A"))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        while answering.is_alive():
+            assert sum(count for _, count in world.producer.counts.items()) <= 5
+            is_read.set()
+        answering.join()
+        assert sum(world.producer.counts.values()) == 5
+
+
 def test_a_lease_from_grant_to_release() -> None:
     world = World()
     assert world.producer.num_leases == 1

@@ -209,7 +209,7 @@ class Consumer:
         self._due = threading.Event()
         self._ticker: threading.Thread | None = None
         self._times: deque[tuple[str, float]] = deque(maxlen=MAX_TIMES)
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def publish(self, manifest: EngineManifest) -> None:
         """This engine's own manifest, which peers are compared with."""
@@ -243,7 +243,7 @@ class Consumer:
                 peer.breaker = Breaker()  # whoever wrote the request has heard from an engine that started since
             peer.engine_id = remote.engine_id
             if peer.breaker.is_open and (peer.asking or not peer.breaker.may_ask(now)):
-                self.counts["breaker_refused"] += 1
+                self._counts["breaker_refused"] += 1
                 self._lose(wanted, self._describe_silence(remote.address, peer, now))
             else:
                 self._advance(request_id, wanted)
@@ -267,6 +267,12 @@ class Consumer:
         with self._lock:
             wanted = self._wanted.get(request_id)
             return None if wanted is None or wanted.hold is None else wanted.hold.expires_at - self._clock()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often what happened so far, by name: a copy, for the threads that answer and tick go on counting."""
+        with self._lock:
+            return Counter(self._counts)
 
     def take_times(self) -> list[tuple[str, float]]:
         """Latencies since the last call, in seconds: ``acquire_s`` and ``handshake_s``."""
@@ -397,7 +403,7 @@ class Consumer:
             return
         peer.breaker = before.after_silence(asked_at, now, self._config.acquire_timeout_s, self._chance())
         if peer.breaker.num_openings > before.num_openings:
-            self.counts["breaker_opened"] += 1
+            self._counts["breaker_opened"] += 1
             peer.manifest = None  # the next question is one Hello, instead of one per request
             level = logging.DEBUG if before.is_open else logging.WARNING
             logger.log(level, "%s: requests fail at once", self._describe_silence(address, peer, now))
@@ -420,7 +426,7 @@ class Consumer:
             return
         peer.asking, peer.manifest = True, None
         peer.num_hellos += 1
-        self.counts["handshakes"] += 1
+        self._counts["handshakes"] += 1
         asked_at = self._clock()
         future = self._call(address, Hello(PROTOCOL_VERSION))
         future.add_done_callback(self._then_notify(lambda done: self._on_welcome(address, asked_at, done)))
@@ -460,7 +466,7 @@ class Consumer:
         with self._lock:
             peer = self._peers[address]
             if problem:
-                self.counts["handshakes_failed"] += 1
+                self._counts["handshakes_failed"] += 1
                 # A dead peer is asked all the time.
                 logger.log(logging.DEBUG if problem == peer.problem else logging.WARNING, "%s", problem)
             if manifest is not None:
@@ -530,12 +536,12 @@ class Consumer:
                     return
                 wanted.hold = hold
                 wanted.status = Held(manifest, reply.block_ids, reply.num_tokens)
-                self.counts["grants"] += 1
+                self._counts["grants"] += 1
                 self._times.append(("acquire_s", now - wanted.wanted_at))
             elif isinstance(reply, Refused) and reply.retry_after_s is not None:
                 wanted.retry_at, wanted.problem = now + reply.retry_after_s, f"{reply.reason}: {reply.detail}"
             elif isinstance(reply, Refused):
-                self.counts[f"refused_{reply.reason}"] += 1
+                self._counts[f"refused_{reply.reason}"] += 1
                 reason = f"lease refused by engine {manifest.engine_id}: {reply.reason}: {reply.detail}"
                 self._lose(wanted, reason, Failure.REFUSED)
             else:
@@ -568,7 +574,7 @@ class Consumer:
                 self._lose(wanted, f"engine {engine_id} restarted while its lease was held", Failure.RESTARTED)
             elif isinstance(reply, Renewed):
                 wanted.hold = Hold.since(asked_at, reply.promise_s)
-                self.counts["renewals"] += 1
+                self._counts["renewals"] += 1
             elif isinstance(reply, Refused) and reply.retry_after_s is not None:
                 wanted.retry_at = self._clock() + reply.retry_after_s
             elif isinstance(reply, Refused):
@@ -583,7 +589,7 @@ class Consumer:
             self._lose(wanted, reason, Failure.LEASE_LOST)
 
     def _lose(self, wanted: _Wanted, reason: str, kind: Failure = Failure.NO_GRANT) -> None:
-        self.counts["grants_lost" if isinstance(wanted.status, Held) else "acquires_failed"] += 1
+        self._counts["grants_lost" if isinstance(wanted.status, Held) else "acquires_failed"] += 1
         wanted.status = Lost(reason, kind)
         wanted.hold = None
 
@@ -592,4 +598,4 @@ class Consumer:
         with self._lock:
             self._note_answer(address, asked_at, done.exception())
             self._releasing.discard(done)
-            self.counts["releases_failed" if failed else "releases"] += 1
+            self._counts["releases_failed" if failed else "releases"] += 1

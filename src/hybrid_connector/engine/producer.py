@@ -69,11 +69,17 @@ class Producer:
         self._digests: dict[str, dict[int, DigestRecord | None]] = {}
         self._digest_orders: list[DigestOrder] = []
         self._num_under_way = 0
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def publish(self, manifest: EngineManifest) -> None:
         """What peers get in answer to Hello from now on."""
         self._welcome = Welcome(incarnation=self._incarnation, manifest=manifest)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often what happened so far, by name: a copy, for the side channel's thread goes on counting."""
+        with self._lock:
+            return Counter(self._counts)
 
     @property
     def num_leases(self) -> int:
@@ -96,7 +102,7 @@ class Producer:
             self._table.expire(self._clock())
             ended = self._table.take_ended()
             for request_id, end in ended:
-                self.counts[f"leases_{end}"] += 1
+                self._counts[f"leases_{end}"] += 1
                 digests = self._digests.pop(request_id, {})
                 self._num_under_way -= sum(record is None for record in digests.values())
         return [request_id for request_id, _ in ended]
@@ -206,7 +212,7 @@ class Producer:
         self, request_id: str, reason: RefusalReason, detail: str, retry_after_s: float | None = None
     ) -> Refused:
         with self._lock:
-            self.counts[f"refused_{reason}"] += 1
+            self._counts[f"refused_{reason}"] += 1
         return Refused(
             incarnation=self._incarnation,
             request_id=request_id,
