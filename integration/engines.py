@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from hybrid_connector.core.errors import PeerError
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
@@ -63,12 +64,22 @@ class Engine:
             return complete(self.client, self.url, prompt, max_tokens=max_tokens, extra=extra)
         except PeerError as error:
             # To the client an engine says no more than "internal server error"; why is in its log.
-            error.add_note(f"{self.name}'s log has:\n" + "\n".join(self.warnings()[-10:]))
+            error.add_note(f"{self.name}'s log has:\n" + "\n".join(self.troubles()))
             raise
 
     def warnings(self) -> list[str]:
         """What the engine's log says in warnings and errors."""
         return [line for line in self.log.read_text().splitlines() if re.search(r"\b(WARNING|ERROR)\b", line)]
+
+    def troubles(self, max_lines: int = 80) -> list[str]:
+        """The end of what the log says in warnings and errors, or says without a process's name, as crashes do.
+
+        The API server's own are left out where there are others: it reports at length what another process died of.
+        """
+        lines = self.log.read_text(errors="replace").splitlines()
+        told = [line for line in lines if re.search(r"\b(WARNING|ERROR)\b", line) or not line.startswith("(")]
+        others = [line for line in told if not line.startswith("(APIServer")]
+        return (others or told)[-max_lines:]
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
@@ -77,7 +88,7 @@ class Engine:
         assert values, f"{name} is not among the metrics of {self.name}"
         return sum(map(float, values))
 
-    def wait_idle(self, timeout_s: float = 45.0) -> None:
+    def wait_idle(self, timeout_s: float = 100.0) -> None:
         """Wait until no request is known and no block of the pool is used; fails with what is left after that time."""
         names = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
         deadline = time.monotonic() + timeout_s
@@ -92,15 +103,17 @@ START_TIMEOUT_S: Mapping[Device, float] = {"cpu": 300.0, "cuda": 500.0}
 class Fleet:
     """Starts engines on demand and stops them all at the end.
 
-    On ``cuda`` decode engines take the second GPU and all others the first. ``engine_args``: for every ``vllm serve``.
+    On ``cuda`` decode engines take the second GPU where there is one, all others the first. ``engine_args``: for every
+    ``vllm serve``.
     """
 
     def __init__(self, directory: Path, device: Device = "cpu", engine_args: Sequence[str] = ()) -> None:
         self.directory = directory
         self.captures = directory / "captures"
-        self.client = httpx.Client(timeout=120, trust_env=False, limits=httpx.Limits(max_connections=200))
-        self._device: Device = device
+        self.client = httpx.Client(timeout=200, trust_env=False, limits=httpx.Limits(max_connections=200))
+        self.device: Device = device
         self._engine_args = engine_args
+        self._decode_gpu = min(1, torch.cuda.device_count() - 1) if device == "cuda" else None
         self._servers = Servers(directory / "logs", device=device)
         self._engines: dict[str, Engine] = {}
 
@@ -141,12 +154,12 @@ class Fleet:
         arguments = ["--model", str(self.model(model)), "--served-model-name", MODEL_NAME, "--max-model-len", "4096"]
         arguments += ["--tensor-parallel-size", str(tp), *self._engine_args, *args]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), **(env or {})}
-        if self._device == "cuda":
+        if self.device == "cuda":
             arguments += ["--gpu-memory-utilization", "0.25"]
-            environment["CUDA_VISIBLE_DEVICES"] = "1" if role == "kv_consumer" else "0"
+            environment["CUDA_VISIBLE_DEVICES"] = str(self._decode_gpu if role == "kv_consumer" else 0)
         if role is not None:
-            # Longer than a small machine was seen to stand still (12 s); tests of what ends by time say less.
-            extra = {"capture_dir": str(self.captures), "lease_s": 60, "acquire_timeout_s": 30}
+            # Longer than a small machine was seen to stand still (51 s); tests of what ends by time say less.
+            extra = {"capture_dir": str(self.captures), "lease_s": 180, "acquire_timeout_s": 120}
             extra |= config or {}
             whole: dict[str, Any] = {
                 "kv_connector": "HybridNixlConnector",
@@ -180,7 +193,7 @@ class Fleet:
                 model = self.model(kwargs.get("model", "hybrid"))
                 side_port = int(spec.env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
                 self._engines[name] = Engine(name, spec.url, self._servers.log(name), model, self.client, side_port)
-        self._servers.wait_ready(START_TIMEOUT_S[self._device])
+        self._servers.wait_ready(START_TIMEOUT_S[self.device])
         return {name: self._engines[name] for name in wanted}
 
     def kill(self, engine: Engine) -> None:

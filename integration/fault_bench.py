@@ -389,11 +389,12 @@ def flipped_bytes(pair: Pair) -> None:
 def many_wait(pair: Pair) -> None:
     """128 requests hold their leases of 2 s in D's queue, which takes four at a time."""
     prefills = threading.Semaphore(2)  # so that no lease runs out before D has even heard of it
+    max_tokens = 24 if pair.fleet.device == "cpu" else 120  # whichever keeps D busy for long enough
 
     def through_both(prompt: str) -> str:
         with prefills:
             params = pair.p.prefill(prompt)
-        return pair._sort(prompt, params, 24)
+        return pair._sort(prompt, params, max_tokens)
 
     began = time.monotonic()
     with ThreadPoolExecutor(128) as pool:
@@ -603,13 +604,14 @@ def leaked_blocks(engine: Engine | None, lease_s: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose name contains one of these texts")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: two GPUs, rows of TP 1 only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: rows of TP 1 only")
     parser.add_argument("--engine-args", default="", help="further options of vllm serve, in quotes")
     parser.add_argument("--without-guards", action="store_true", help="take each row's guard out; no row may pass")
     parser.add_argument("--json", type=Path, help="write one line per row here")
     parser.add_argument("--work-dir", type=Path, help="keep logs here")
     args = parser.parse_args()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # where engines find faulty_connector
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]  # where engines find faulty_connector
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     rows = [fault for fault in FAULTS if any(text in fault.name for text in args.only)]
     if args.device == "cuda":
         rows = [fault for fault in rows if not any("tp" in side for side in (fault.p, fault.d))]

@@ -125,7 +125,7 @@ def test_a_request_that_is_given_up_before_its_grant_gives_its_blocks_back(fleet
                     time.sleep(0.05)
                 with pytest.raises(httpx.ReadTimeout):
                     first.result()
-                decode.wait_idle(20)  # though P still stands, and may do so for 30 s
+                decode.wait_idle(20)  # though P still stands, and may do so for two minutes
                 second = pool.submit(decode.answer, *kept)
                 time.sleep(0.5)
             finally:

@@ -48,16 +48,23 @@ def test_a_prompt_longer_than_the_model_is_refused(fleet):
 
 def test_a_peer_that_is_not_there(fleet, aggregated):
     """Policy ``fail``: an error that names the address. Policy ``recompute``: the right answer, computed locally."""
-    prefill, failing, recomputing = producer(fleet, 1), consumer(fleet, 1), consumer(fleet, 2)
+    hasty = {"role": "kv_consumer", "config": {"acquire_timeout_s": 5, "handshake_timeout_s": 1}}
+    policies = {f"decode-hasty-{policy}": {**hasty, "policy": policy} for policy in ("fail", "recompute")}
+    failing, recomputing = fleet.engines(**policies).values()
+    prefill = producer(fleet, 1)
     (dead_port,) = free_ports(1)
     prompt = prompt_of(50, salt=4)
-    params = {**prefill.prefill(prompt), "remote_port": dead_port}
+    params = prefill.prefill(prompt)
+    elsewhere = {**params, "remote_port": dead_port}
     with ThreadPoolExecutor(1) as pool:  # both wait until their deadline
-        recomputed = pool.submit(recomputing.answer, prompt, params)
-        assert_fails(failing, prompt, params, f"127.0.0.1:{dead_port}")
+        recomputed = pool.submit(recomputing.answer, prompt, elsewhere)
+        assert_fails(failing, prompt, elsewhere, f"127.0.0.1:{dead_port}")
     assert agree(recomputed.result(), aggregated.answer(prompt)).within(MAX_TIE_NATS)
+    failing.answer(prompt, params)  # the lease is still there for who asks P itself
+    prefill.wait_idle()
     assert_serves(fleet, prefill, failing, salt=3)
     assert_serves(fleet, prefill, recomputing, salt=4)
+    fleet.stop(failing, recomputing)
 
 
 def test_a_peer_with_another_model(fleet):

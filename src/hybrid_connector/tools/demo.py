@@ -97,9 +97,6 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; returns the exit status."""
-    # Takes torch, thus three seconds, and the other subcommands work without it.
-    from hybrid_connector.tools.tiny_model import make_tiny_model
-
     console = Console()
     # What the user sees must not depend on the terminal being as wide as ours.
     if not console.is_terminal:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -145,6 +146,7 @@ def _become_server(main: Callable[[], None], order: Mapping[str, object]) -> Non
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, target)
+        faulthandler.enable(2)  # else a crash in native code leaves no word in the log
         args, env = order["args"], order["env"]
         assert isinstance(args, list)
         assert isinstance(env, dict)
