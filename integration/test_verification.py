@@ -11,7 +11,7 @@ import torch
 from hybrid_connector.core.digests import RunList
 from hybrid_connector.core.errors import PeerError
 from hybrid_connector.tools.completions import MAX_TIE_NATS, agree
-from hybrid_connector.transport.digest import Rows, as_words, column_weights, host_digest, torch_row_sums
+from hybrid_connector.transport.digest import Runs, as_words, column_weights, host_digest, torch_add_up
 
 from engines import prompt_of
 from read_faults import ReadFault
@@ -62,21 +62,17 @@ def some_runs(word_bytes):
     return RunList(word_bytes, offsets.astype("<u8").tobytes(), lengths.astype("<u8").tobytes())
 
 
-def digest_with(row_sums, memory, runs):
-    """As ``CudaDigester`` puts it together, on whatever device torch has."""
-    rows = Rows.of(runs)
-    starts, num_words, weights = (torch.from_numpy(x) for x in (rows.starts, rows.num_words, rows.weights))
-    sums = row_sums(
-        as_words(torch.from_numpy(memory), runs.word_bytes), starts, num_words, torch.from_numpy(column_weights())
-    )
-    return int((sums * weights).sum()) % 2**64
+def digest_with(add_up, memory, runs):
+    """As ``CudaDigester`` has it, on whatever device torch has."""
+    words = as_words(torch.from_numpy(memory), runs.word_bytes)
+    return int(add_up(words, Runs.of(runs), torch.from_numpy(column_weights()))) % 2**64
 
 
 @pytest.mark.parametrize("word_bytes", [1, 2, 4])
 def test_torch_gives_the_digest_that_numpy_gives(word_bytes):
     memory = np.random.default_rng(word_bytes).integers(0, 256, 1 << 18, dtype=np.uint8)
     runs = some_runs(word_bytes)
-    assert digest_with(torch_row_sums, memory, runs) == host_digest(memory, runs)
+    assert digest_with(torch_add_up, memory, runs) == host_digest(memory, runs)
 
 
 def test_the_kernel_gives_the_digest_that_numpy_gives():
@@ -84,11 +80,11 @@ def test_the_kernel_gives_the_digest_that_numpy_gives():
     code = """
 import numpy as np
 from hybrid_connector.transport.digest import host_digest
-from hybrid_connector.transport.digest_kernel import row_sums
+from hybrid_connector.transport.digest_kernel import add_up
 from test_verification import digest_with, some_runs
 for word_bytes in (1, 2, 4):
     memory = np.random.default_rng(word_bytes).integers(0, 256, 1 << 18, dtype=np.uint8)
-    assert digest_with(row_sums, memory, some_runs(word_bytes)) == host_digest(memory, some_runs(word_bytes))
+    assert digest_with(add_up, memory, some_runs(word_bytes)) == host_digest(memory, some_runs(word_bytes))
 """
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}

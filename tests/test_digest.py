@@ -13,6 +13,7 @@ from hybrid_connector.transport.digest import (
     ROW_WORDS,
     HostDigester,
     Rows,
+    Runs,
     column_weights,
     host_digest,
     run_lists,
@@ -55,7 +56,7 @@ def covered(runs: RunList) -> np.ndarray:
 
 def digest_in_plain_python(memory: np.ndarray, runs: RunList) -> int:
     """What the module's docstring says, word by word."""
-    rows, columns = Rows.of(runs), column_weights().tolist()
+    rows, columns = Rows.of(Runs.of(runs)), column_weights().tolist()
     total = 0
     for start, num_words, weight in zip(
         rows.starts.tolist(), rows.num_words.tolist(), rows.weights.tolist(), strict=True
@@ -76,14 +77,15 @@ def test_the_digest_is_what_the_docstring_says(word_bytes: int) -> None:
 def test_rows_cover_every_word_once_in_order() -> None:
     lengths = [1, ROW_WORDS - 1, ROW_WORDS, ROW_WORDS + 1, 3 * ROW_WORDS + 5]
     offsets = [10 * ROW_WORDS * i for i in range(5)]
-    rows = Rows.of(runs_of([(4 * offset, 4 * length) for offset, length in zip(offsets, lengths, strict=True)]))
+    runs = runs_of([(4 * offset, 4 * length) for offset, length in zip(offsets, lengths, strict=True)])
+    rows = Rows.of(Runs.of(runs))
     assert rows.num_words.max() == ROW_WORDS
     words = np.concatenate([np.arange(s, s + n) for s, n in zip(rows.starts, rows.num_words, strict=True)])
     assert (words == np.concatenate([np.arange(o, o + n) for o, n in zip(offsets, lengths, strict=True)])).all()
 
 
 def test_all_weights_are_odd_and_differ() -> None:
-    rows = Rows.of(runs_of([(0, 4 * ROW_WORDS * 1000)])).weights
+    rows = Rows.of(Runs.of(runs_of([(0, 4 * ROW_WORDS * 1000)]))).weights
     assert (rows % 2 == 1).all()
     assert (column_weights() % 2 == 1).all()
     assert len(np.unique(np.concatenate((rows, column_weights())))) == 1000 + ROW_WORDS

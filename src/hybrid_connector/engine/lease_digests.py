@@ -4,6 +4,8 @@
 2. ``poll`` reports what has ended, and what was refused; it never waits.
 """
 
+from functools import lru_cache
+
 from hybrid_connector.core.blocks import RankLayout
 from hybrid_connector.engine.exchange import DigestOrder, DigestRecord
 from hybrid_connector.transport.digest import Digester, DigestJob
@@ -15,7 +17,8 @@ class LeaseDigests:
 
     def __init__(self, layout: RankLayout, digester: Digester) -> None:
         self._rank = layout.rank
-        self._state = StateMap(layout)
+        # A peer names a lease's bytes in several lists, one right after the other.
+        self._ranges = lru_cache(maxsize=4)(StateMap(layout).ranges)
         self._digester = digester
         self._jobs: list[tuple[DigestOrder, DigestJob]] = []
         self._refused: list[DigestRecord] = []
@@ -25,7 +28,7 @@ class LeaseDigests:
         if order.rank != self._rank:
             return
         try:
-            self._state.ranges(order.block_ids, order.num_tokens).refuse_outside(order.runs)
+            self._ranges(order.block_ids, order.num_tokens).refuse_outside(order.runs)
             self._jobs.append((order, self._digester.begin(order.runs)))
         except Exception as error:  # whatever a peer asked for, or a device without memory: the engine goes on
             self._refused.append(DigestRecord(order.request_id, order.number, error=str(error)))

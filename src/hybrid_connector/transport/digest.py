@@ -83,6 +83,31 @@ def run_lists(copies: BoundCopies, local: Region, remote: Region) -> tuple[Paire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """A run list in words: offset in the region and length of each run, and the number of its first row.
+
+    Rows are numbered through; run ``i`` has ``-(-num_words[i] // ROW_WORDS)`` of them, ``num_rows`` all together.
+    """
+
+    starts: Ints
+    num_words: Ints
+    first_rows: Ints
+    num_rows: int
+
+    @classmethod
+    def of(cls, runs: RunList) -> "Runs":
+        starts = np.frombuffer(runs.offsets, "<i8") // runs.word_bytes
+        num_words = np.frombuffer(runs.num_bytes, "<i8") // runs.word_bytes
+        last_rows = np.cumsum(-(-num_words // ROW_WORDS))
+        return cls(starts, num_words, last_rows - -(-num_words // ROW_WORDS), int(last_rows[-1]))
+
+    def of_rows(self) -> NDArray[np.int32]:
+        """Which run each row belongs to."""
+        counts = np.diff(self.first_rows, append=self.num_rows)
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """A run list cut into rows: word offset in the region, words (at most ``ROW_WORDS``) and weight of each."""
 
@@ -91,13 +116,11 @@ class Rows:
     weights: Ints
 
     @classmethod
-    def of(cls, runs: RunList) -> "Rows":
-        starts = np.frombuffer(runs.offsets, "<u8").astype(np.int64) // runs.word_bytes
-        num_words = np.frombuffer(runs.num_bytes, "<u8").astype(np.int64) // runs.word_bytes
-        counts = -(-num_words // ROW_WORDS)
-        run = np.repeat(np.arange(len(counts)), counts)
-        done = (np.arange(len(run)) - (np.cumsum(counts) - counts)[run]) * ROW_WORDS
-        return cls(starts[run] + done, np.minimum(num_words[run] - done, ROW_WORDS), _odd_weights(np.arange(len(run))))
+    def of(cls, runs: Runs) -> "Rows":
+        run, number = runs.of_rows(), np.arange(runs.num_rows)
+        done = (number - runs.first_rows[run]) * ROW_WORDS
+        num_words = np.minimum(runs.num_words[run] - done, ROW_WORDS)
+        return cls(runs.starts[run] + done, num_words, _odd_weights(number))
 
 
 def _odd_weights(numbers: Ints) -> Ints:
@@ -121,7 +144,7 @@ def host_digest(memory: NDArray[np.uint8], runs: RunList) -> int:
     """
     size = runs.word_bytes
     words = memory[: memory.size // size * size].view(f"<i{size}")
-    rows, columns = Rows.of(runs), column_weights()
+    rows, columns = Rows.of(Runs.of(runs)), column_weights()
     total = 0
     for length in np.unique(rows.num_words):
         alike = np.flatnonzero(rows.num_words == length)
@@ -169,21 +192,16 @@ class CudaDigester:
         self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             self._columns = torch.from_numpy(column_weights()).to(memory.device)
-        self._row_sums = _triton_row_sums() or torch_row_sums
+        self._add_up = _triton_add_up() or torch_add_up
         warm_up = np.array([16], "<u8").tobytes()
         self.begin(RunList(4, bytes(8), warm_up))  # compiles now, not while requests wait
 
     def begin(self, runs: RunList) -> DigestJob:
         torch = self._torch
-        rows = Rows.of(runs)
         with torch.cuda.stream(self._stream):
-            # Pinned, both ways: a copy of pageable memory would wait for the digests queued before.
-            table = torch.from_numpy(np.stack((rows.starts, rows.num_words, rows.weights))).pin_memory()
-            table = table.to(self._memory.device, non_blocking=True)
             words = as_words(self._memory, runs.word_bytes)
             digest = torch.empty((), dtype=torch.int64, pin_memory=True)
-            sums = self._row_sums(words, table[0], table[1], self._columns)
-            digest.copy_((sums * table[2]).sum(), non_blocking=True)
+            digest.copy_(self._add_up(words, Runs.of(runs), self._columns), non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         return _CudaJob(digest, event)
@@ -208,28 +226,27 @@ def as_words(memory: "torch.Tensor", word_bytes: int) -> "torch.Tensor":
     return memory[: memory.numel() // word_bytes * word_bytes].view(dtype)
 
 
-def torch_row_sums(
-    words: "torch.Tensor", starts: "torch.Tensor", num_words: "torch.Tensor", columns: "torch.Tensor"
-) -> "torch.Tensor":
-    """Of each row, the sum of word * column weight; any device."""
+def torch_add_up(words: "torch.Tensor", runs: Runs, columns: "torch.Tensor") -> "torch.Tensor":
+    """The digest of ``runs`` of ``words`` as one int64, where ``words`` and the weights of ``columns`` are."""
     import torch
 
-    sums = torch.empty_like(starts)
-    lengths = num_words.cpu()
-    for length in set(lengths.tolist()):
-        alike = (lengths == length).nonzero().squeeze(1)
+    rows = Rows.of(runs)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for length in np.unique(rows.num_words).tolist():
         windows = words.unfold(0, length, 1)
-        for part in alike.split(max(1, _TORCH_CHUNK_WORDS // length)):
-            chosen = part.to(starts.device)
-            gathered = windows[starts[chosen]].to(torch.int64)
-            sums[chosen] = (gathered * columns[:length]).sum(1)
-    return sums
+        alike = np.flatnonzero(rows.num_words == length)
+        step = max(1, _TORCH_CHUNK_WORDS // length)
+        for first in range(0, len(alike), step):
+            part = alike[first : first + step]
+            starts, weights = (torch.from_numpy(x[part]).to(words.device) for x in (rows.starts, rows.weights))
+            total += ((windows[starts].to(torch.int64) * columns[:length]).sum(1) * weights).sum()
+    return total
 
 
-def _triton_row_sums() -> Any:
-    """The same as ``torch_row_sums`` as one kernel; ``None`` where Triton is not installed."""
+def _triton_add_up() -> Any:
+    """The same as ``torch_add_up`` as one kernel; ``None`` where Triton is not installed."""
     try:
-        from hybrid_connector.transport.digest_kernel import row_sums
+        from hybrid_connector.transport.digest_kernel import add_up
     except ImportError:
         return None
-    return row_sums
+    return add_up
