@@ -155,7 +155,8 @@ class Fleet:
         arguments += ["--tensor-parallel-size", str(tp), *self._engine_args, *args]
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), **(env or {})}
         if self.device == "cuda":
-            arguments += ["--gpu-memory-utilization", "0.25"]
+            # Of a share of the memory each measures what is free, which changes while others on the GPU come and go.
+            arguments += ["--kv-cache-memory-bytes", str(1 << 30)]
             environment["CUDA_VISIBLE_DEVICES"] = str(self._decode_gpu if role == "kv_consumer" else 0)
         if role is not None:
             # Longer than a small machine was seen to stand still (51 s); tests of what ends by time say less.
