@@ -16,6 +16,8 @@ from hybrid_connector.core.geometry import Shard
 from hybrid_connector.core.lowering import expand, lower
 from hybrid_connector.transport.binding import Ints, request_pages
 
+PageRuns = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
@@ -48,23 +50,27 @@ class Ranges:
 
 
 class StateMap:
-    """Where one rank keeps its state."""
+    """Where one rank keeps its state: by group, stride and runs of a page, the offsets of layers that share them."""
 
     def __init__(self, layout: RankLayout) -> None:
         self._groups = layout.groups
+        alike: dict[tuple[int, int, PageRuns], list[int]] = {}
+        for layer in layout.layers:
+            alike.setdefault((layer.group, layer.page_stride, _page_runs(layer.shards)), []).append(layer.offset)
         self._layers = [
-            (layer.group, layer.offset, layer.page_stride, *_page_runs(layer.shards)) for layer in layout.layers
+            (group, page_stride, np.array(offsets), *np.array(runs, dtype=np.int64).reshape(-1, 2).T)
+            for (group, page_stride, runs), offsets in alike.items()
         ]
 
     def ranges(self, block_ids: BlockIds, num_tokens: int) -> Ranges:
         """The state of a request of ``num_tokens`` tokens in these blocks."""
         pages = request_pages("P", self._groups, block_ids, num_tokens)
         starts, stops = [], []
-        for group, offset, page_stride, run_offsets, run_bytes in self._layers:
-            held = pages[group][pages[group] >= 0]
-            first = (offset + held[:, None] * page_stride + run_offsets).ravel()
-            starts.append(first)
-            stops.append(first + np.tile(run_bytes, len(held)))
+        for group, page_stride, offsets, run_offsets, run_bytes in self._layers:
+            held = pages[group][pages[group] >= 0] * page_stride
+            first = offsets[:, None, None] + held[:, None] + run_offsets
+            starts.append(first.ravel())
+            stops.append((first + run_bytes).ravel())
         all_starts, all_stops = np.concatenate(starts), np.concatenate(stops)
         order = np.argsort(all_starts, kind="stable")
         all_starts, all_stops = all_starts[order], all_stops[order]
@@ -74,10 +80,7 @@ class StateMap:
         )
 
 
-def _page_runs(shards: tuple[Shard, ...]) -> tuple[Ints, Ints]:
+def _page_runs(shards: tuple[Shard, ...]) -> PageRuns:
     """Offset and length of every contiguous run of state in a page."""
     runs = [run for shard in shards for run in expand(lower(shard, shard.box, shard, shard.box), 0, 0)]
-    return (
-        np.array([run.src_offset for run in runs], dtype=np.int64),
-        np.array([run.num_bytes for run in runs], dtype=np.int64),
-    )
+    return tuple((run.src_offset, run.num_bytes) for run in runs)
