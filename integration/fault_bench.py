@@ -180,7 +180,7 @@ class Outcome:
     """What a row showed.
 
     ``leaked``: blocks of P and of D that stayed taken, -1 for an engine that is gone. ``other``: requests that failed
-    late, or whose connection broke.
+    late, or whose connection broke. ``reasons``: the most frequent ones for failed requests, in logs and answers.
     """
 
     name: str
@@ -194,6 +194,7 @@ class Outcome:
     alive: bool
     seconds: float
     passed: bool
+    reasons: list[str]
 
 
 def bad_descriptors(pair: Pair) -> None:
@@ -567,6 +568,9 @@ def run(fault: Fault, fleet: Fleet, reference: Engine, *, without: bool) -> Outc
         alive = all(fleet.is_alive(engine) for engine in pair.engines.values()) and len(pair.engines) == 2
         lease_s = options["P"]["config"]["lease_s"]
         leaked = [leaked_blocks(pair.engines.get(name), lease_s) for name in ("P", "D")]
+        logged = [
+            found for engine in pair.engines.values() for found in re.findall("load failed: .*", engine.log.read_text())
+        ]
     finally:
         fleet.stop(*pair.engines.values())
     counts = pair.counts
@@ -584,6 +588,7 @@ def run(fault: Fault, fleet: Fleet, reference: Engine, *, without: bool) -> Outc
         alive=alive,
         seconds=time.monotonic() - began,
         passed=sorted_ == expected and not any(leaked) and alive,
+        reasons=[f"{number} x {reason}" for reason, number in Counter(logged + pair.failures).most_common(10)],
     )
 
 
@@ -635,6 +640,8 @@ def main() -> int:
             words = f"without: {fault.guard}" if args.without_guards else ""
             table.add_row(fault.name, *map(str, shown), words + ("" if expected else " UNEXPECTED"))
             console.print(f"{'as it must be' if expected else 'NOT AS IT MUST BE'}: {fault.name}", highlight=False)
+            if not expected:
+                console.print("\n".join(outcome.reasons), highlight=False)
             if args.json:
                 with args.json.open("a") as file:
                     file.write(json.dumps({f: getattr(outcome, f) for f in outcome.__slots__}) + "\n")
