@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from hybrid_connector.core.errors import PeerError
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
 from hybrid_connector.tools.completions import Answer, complete
-from hybrid_connector.tools.servers import Device, ServerDiedError, Servers, ServerSpec, free_ports
+from hybrid_connector.tools.servers import Device, ServerDiedError, Servers, ServerSpec, count_gpus, free_ports
 from hybrid_connector.tools.tiny_model import Kind, TinyModel, make_tiny_model
 
 from read_faults import DIR_VARIABLE
@@ -27,6 +26,11 @@ TEXT = "State is what a model remembers: keys and values, a window of inputs, a 
 def prompt_of(num_tokens: int, salt: int = 0) -> str:
     """One token per character. Different lengths and salts differ from the start, so no prefix cache serves both."""
     return (f"{salt}.{num_tokens}. " + TEXT * (num_tokens // len(TEXT) + 1))[:num_tokens]
+
+
+def is_warning(line: str) -> bool:
+    """Whether a line of an engine's log is a warning or an error."""
+    return re.search(r"\b(WARNING|ERROR)\b", line) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Engine:
 
     def warnings(self) -> list[str]:
         """What the engine's log says in warnings and errors."""
-        return [line for line in self.log.read_text().splitlines() if re.search(r"\b(WARNING|ERROR)\b", line)]
+        return [line for line in self.log.read_text().splitlines() if is_warning(line)]
 
     def troubles(self, max_lines: int = 80) -> list[str]:
         """The end of what the log says in warnings and errors, or says without a process's name, as crashes do.
@@ -77,7 +81,7 @@ class Engine:
         The API server's own are left out where there are others: it reports at length what another process died of.
         """
         lines = self.log.read_text(errors="replace").splitlines()
-        told = [line for line in lines if re.search(r"\b(WARNING|ERROR)\b", line) or not line.startswith("(")]
+        told = [line for line in lines if is_warning(line) or not line.startswith("(")]
         others = [line for line in told if not line.startswith("(APIServer")]
         return (others or told)[-max_lines:]
 
@@ -113,7 +117,7 @@ class Fleet:
         self.client = httpx.Client(timeout=200, trust_env=False, limits=httpx.Limits(max_connections=200))
         self.device: Device = device
         self._engine_args = engine_args
-        self._decode_gpu = min(1, torch.cuda.device_count() - 1) if device == "cuda" else None
+        self._decode_gpu = min(1, count_gpus() - 1) if device == "cuda" else None
         self._servers = Servers(directory / "logs", device=device)
         self._engines: dict[str, Engine] = {}
 

@@ -46,6 +46,7 @@ from hybrid_connector.wire.messages import (
     decode_request,
     encode,
 )
+from threads import read_while
 
 from fakes import Call, Clock, ScriptedCaller, engine_manifest
 from layouts import Model, Storage, build_engine, edited
@@ -1259,21 +1260,18 @@ def test_answers_from_another_thread() -> None:
 def test_counts_may_be_read_while_peers_answer() -> None:
     """The engine's thread reads them each step; one that is counted for the first time meanwhile must not end it."""
     for _ in range(50):
-        scene, is_read = Scene(), threading.Event()
+        scene = Scene()
 
-        def answer(scene: Scene = scene, is_read: threading.Event = is_read) -> None:
-            is_read.wait()
+        def answer(scene: Scene = scene) -> None:
             scene.consumer.acquire("r", remote())
             scene.welcome()
             scene.grant()
             scene.consumer.release("r")
 
-        answering = threading.Thread(target=answer)
-        answering.start()
-        while answering.is_alive():
+        def read(scene: Scene = scene) -> None:
             assert sum(count for _, count in scene.consumer.counts.items()) <= 2
-            is_read.set()
-        answering.join()
+
+        read_while(answer, read)
         assert scene.consumer.counts == {"handshakes": 1, "grants": 1}
 
 

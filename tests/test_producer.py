@@ -24,6 +24,7 @@ from hybrid_connector.wire.messages import (
     decode_reply,
     encode,
 )
+from threads import read_while
 
 from fakes import Clock, engine_manifest
 from layouts import Model, Storage, build_engine
@@ -87,22 +88,19 @@ def test_another_protocol_version_is_refused_with_both(manifest: EngineManifest,
 def test_counts_may_be_read_while_peers_are_answered() -> None:
     """The engine's thread reads them each step; one that is counted for the first time meanwhile must not end it."""
     for _ in range(50):
-        world, is_read = World(sealed=False), threading.Event()
+        world = World(sealed=False)
 
-        def answer(world: World = world, is_read: threading.Event = is_read) -> None:
-            is_read.wait()
+        def answer(world: World = world) -> None:
             world.ask(Hello(PROTOCOL_VERSION))
             world.ask(Hello(PROTOCOL_VERSION + 1))
             world.ask(Acquire("r", "t", "A"))
             world.ask(Acquire("r", "other", "A"))
             world.ask(Acquire("nobody's", "t", "A"))
 
-        answering = threading.Thread(target=answer)
-        answering.start()
-        while answering.is_alive():
+        def read(world: World = world) -> None:
             assert sum(count for _, count in world.producer.counts.items()) <= 5
-            is_read.set()
-        answering.join()
+
+        read_while(answer, read)
         assert sum(world.producer.counts.values()) == 5
 
 

@@ -75,7 +75,7 @@ def measure(interval_s: float, load: Load, seconds: float, pause_s: float) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--intervals-ms", type=float, nargs="+", default=[5, 2, 1, 0.5, 0.2], help="5 is Python's own")
+    parser.add_argument("--intervals-ms", type=float, nargs="+", default=[5, 1, 0.2, 0.05], help="5 is Python's own")
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--pause-s", type=float, default=0.02)
     args = parser.parse_args()

@@ -28,7 +28,7 @@ from hybrid_connector.core.errors import PeerError
 from hybrid_connector.core.geometry import StateKind
 from hybrid_connector.tools.compare import Captured, Comparison, Shapes, compare, read_captures
 from hybrid_connector.tools.completions import MAX_TIE_NATS, Agreement, Answer, agree, complete, text_of
-from hybrid_connector.tools.servers import Device, Servers, ServerSpec, Startup, free_ports
+from hybrid_connector.tools.servers import Device, Servers, ServerSpec, Startup, count_gpus, free_ports
 
 PROMPT_TOKENS = (5, 31, 32, 33, 200, 639, 640, 641, 1000, 1281, 2000)
 """Short, around the kernel block (32 tokens) and the logical block (640) of the tiny model, and long."""
@@ -136,7 +136,7 @@ def _specs(args: argparse.Namespace, model: Path, captures: Path) -> tuple[Serve
     common = ("--model", str(model), "--served-model-name", _MODEL_NAME, "--max-model-len", "4096")
     device: Device = args.device
     specs, next_gpu = [], 0
-    num_gpus = _count_gpus() if device == "cuda" else 0
+    num_gpus = count_gpus() if device == "cuda" else 0
     for name, port, role, size in (
         ("prefill", ports[0], "kv_producer", args.prefill_tp),
         ("decode", ports[1], "kv_consumer", args.decode_tp),
@@ -164,14 +164,6 @@ def _specs(args: argparse.Namespace, model: Path, captures: Path) -> tuple[Serve
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         specs.append(ServerSpec(name, port, tuple(arguments), env))
     return tuple(specs)
-
-
-def _count_gpus() -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here")
-    return torch.cuda.device_count()
 
 
 class _Announcer:

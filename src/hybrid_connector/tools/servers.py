@@ -125,6 +125,15 @@ class _Launcher(Protocol):
     def close(self) -> None: ...
 
 
+def count_gpus() -> int:
+    """At least one. Raises ``ValueError`` where torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here")
+    return torch.cuda.device_count()
+
+
 def free_ports(count: int) -> tuple[int, ...]:
     """`count` different loopback ports that nobody uses at the moment.
 

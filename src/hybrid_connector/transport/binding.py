@@ -500,6 +500,12 @@ def _join(src: Ints, dst: Ints, num_bytes: Ints) -> tuple[Ints, Ints, Ints]:
     return src[first], dst[first], np.add.reduceat(num_bytes, first)
 
 
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """``counts[i]`` entries for each item ``i``, in order: which item each belongs to, and its number within it."""
+    item = np.repeat(np.arange(len(counts)), counts)
+    return item, np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
+
+
 def request_pages(side: str, groups: Sequence[Group], block_ids: BlockIds, num_tokens: int) -> tuple[Ints, ...]:
     """Per group, the request's pages counted from page 0 of a layer, negative where there is no block.
 

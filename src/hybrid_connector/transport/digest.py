@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hybrid_connector.core.digests import MAX_RUNS, RunList
 from hybrid_connector.transport.base import Region
-from hybrid_connector.transport.binding import Addresses, BoundCopies, Ints
+from hybrid_connector.transport.binding import Addresses, BoundCopies, Ints, spread
 
 if TYPE_CHECKING:
     import torch
@@ -84,27 +84,20 @@ def run_lists(copies: BoundCopies, local: Region, remote: Region) -> tuple[Paire
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """A run list in words: offset in the region and length of each run, and the number of its first row.
-
-    Rows are numbered through; run ``i`` has ``-(-num_words[i] // ROW_WORDS)`` of them, ``num_rows`` all together.
-    """
+    """A run list in words: offset in the region and length of each run."""
 
     starts: Ints
     num_words: Ints
-    first_rows: Ints
-    num_rows: int
 
     @classmethod
     def of(cls, runs: RunList) -> "Runs":
-        starts = np.frombuffer(runs.offsets, "<i8") // runs.word_bytes
-        num_words = np.frombuffer(runs.num_bytes, "<i8") // runs.word_bytes
-        last_rows = np.cumsum(-(-num_words // ROW_WORDS))
-        return cls(starts, num_words, last_rows - -(-num_words // ROW_WORDS), int(last_rows[-1]))
+        starts, num_words = (np.frombuffer(packed, "<i8") for packed in (runs.offsets, runs.num_bytes))
+        return cls(starts // runs.word_bytes, num_words // runs.word_bytes)
 
-    def of_rows(self) -> NDArray[np.int32]:
-        """Which run each row belongs to."""
-        counts = np.diff(self.first_rows, append=self.num_rows)
-        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    @property
+    def num_rows(self) -> Ints:
+        """Of each run."""
+        return -(-self.num_words // ROW_WORDS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,10 +110,10 @@ class Rows:
 
     @classmethod
     def of(cls, runs: Runs) -> "Rows":
-        run, number = runs.of_rows(), np.arange(runs.num_rows)
-        done = (number - runs.first_rows[run]) * ROW_WORDS
+        run, number = spread(runs.num_rows)
+        done = number * ROW_WORDS
         num_words = np.minimum(runs.num_words[run] - done, ROW_WORDS)
-        return cls(runs.starts[run] + done, num_words, _odd_weights(number))
+        return cls(runs.starts[run] + done, num_words, _odd_weights(np.arange(len(run))))
 
 
 def _odd_weights(numbers: Ints) -> Ints:
@@ -224,6 +217,14 @@ def as_words(memory: "torch.Tensor", word_bytes: int) -> "torch.Tensor":
 
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word_bytes]
     return memory[: memory.numel() // word_bytes * word_bytes].view(dtype)
+
+
+def to_device(array: NDArray[Any], device: "torch.device") -> "torch.Tensor":
+    """Through pinned memory, without waiting: a copy of pageable memory would wait for what is queued before."""
+    import torch
+
+    on_host = torch.from_numpy(array)
+    return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
 def torch_add_up(words: "torch.Tensor", runs: Runs, columns: "torch.Tensor") -> "torch.Tensor":

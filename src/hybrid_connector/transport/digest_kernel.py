@@ -4,14 +4,12 @@ One program per row: find its place in its run, load its words, weigh them by co
 the row's weight to the digest. All sums wrap, so their order does not matter.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-from hybrid_connector.transport.digest import ROW_WORDS, Runs
+from hybrid_connector.transport.digest import ROW_WORDS, Runs, to_device
 
 _NUM_WARPS = 8
 
@@ -26,31 +24,22 @@ def _odd_weight(number):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_up(words, runs, num_runs, of_rows, columns, digest, row_words: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _add_up(words, runs, of_rows, columns, digest, row_words: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     row = tl.program_id(0)
     run = tl.load(of_rows + row)
-    done = (row - tl.load(runs + 2 * num_runs + run)) * row_words
-    length = tl.load(runs + num_runs + run) - done
+    done = (row - tl.load(runs + 3 * run + 2)) * row_words
+    length = tl.load(runs + 3 * run + 1) - done
     column = tl.arange(0, row_words)
-    word = tl.load(words + tl.load(runs + run) + done + column, mask=column < length, other=0).to(tl.int64)
+    word = tl.load(words + tl.load(runs + 3 * run) + done + column, mask=column < length, other=0).to(tl.int64)
     row_sum = tl.sum(word * tl.load(columns + column), axis=0)
     tl.atomic_add(digest, row_sum * _odd_weight(row), sem="relaxed")
 
 
 def add_up(words: torch.Tensor, runs: Runs, columns: torch.Tensor) -> torch.Tensor:
     """See ``transport.digest.torch_add_up``."""
-    table = _to_device((runs.starts, runs.num_words, runs.first_rows), torch.int64, words.device)
-    of_rows = _to_device((runs.of_rows(),), torch.int32, words.device)
+    counts = runs.num_rows
+    table = to_device(np.stack((runs.starts, runs.num_words, np.cumsum(counts) - counts), axis=1), words.device)
+    of_rows = to_device(np.repeat(np.arange(len(counts), dtype=np.int32), counts), words.device)
     digest = torch.zeros((), dtype=torch.int64, device=words.device)
-    _add_up[(runs.num_rows,)](
-        words, table, len(runs.starts), of_rows, columns, digest, row_words=ROW_WORDS, num_warps=_NUM_WARPS
-    )
+    _add_up[(len(of_rows),)](words, table, of_rows, columns, digest, row_words=ROW_WORDS, num_warps=_NUM_WARPS)
     return digest
-
-
-def _to_device(arrays: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One after the other, through pinned memory: a copy of pageable memory would wait for what is queued before."""
-    length = sum(map(len, arrays))
-    on_host = torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")
-    np.concatenate(arrays, out=on_host.numpy())
-    return on_host.to(device, non_blocking=True)

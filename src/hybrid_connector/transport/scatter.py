@@ -14,8 +14,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hybrid_connector.transport.base import Region, host_region
-from hybrid_connector.transport.binding import Ints
-from hybrid_connector.transport.digest import as_words
+from hybrid_connector.transport.binding import Ints, spread
+from hybrid_connector.transport.digest import as_words, to_device
 
 if TYPE_CHECKING:
     import torch
@@ -113,9 +113,8 @@ class Rows:
     @classmethod
     def of(cls, bases: int, src: Ints, dst: Ints, num_bytes: Ints) -> "Rows":
         size = word_bytes(bases, src, dst, num_bytes)
-        counts = -(-num_bytes // ROW_BYTES)
-        run = np.repeat(np.arange(len(counts)), counts)
-        done = (np.arange(len(run)) - (np.cumsum(counts) - counts)[run]) * ROW_BYTES
+        run, number = spread(-(-num_bytes // ROW_BYTES))
+        done = number * ROW_BYTES
         row_bytes = np.minimum(num_bytes[run] - done, ROW_BYTES)
         table = np.empty((len(run), 3), np.int64)
         for place, column in enumerate((src[run] + done, dst[run] + done, row_bytes)):
@@ -152,8 +151,7 @@ class CudaScatter:
     def _start(self, rows: Rows) -> ScatterJob:
         torch = self._torch
         with torch.cuda.stream(self._stream):
-            # Pinned: a copy of pageable memory would wait for what was queued before.
-            table = torch.from_numpy(rows.table).pin_memory().to(self._caches.device, non_blocking=True)
+            table = to_device(rows.table, self._caches.device)
             staged, caches = (as_words(memory, rows.word_bytes) for memory in (self._staged, self._caches))
             self._copy_rows(staged, caches, table)
             event = torch.cuda.Event()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_connector.transport.base import Transport
-from hybrid_connector.transport.binding import BoundCopies, BoundPart, Ints, Spans, join_parts
+from hybrid_connector.transport.binding import BoundCopies, BoundPart, Ints, Spans, join_parts, spread
 from hybrid_connector.transport.scatter import Scatter
 
 ALIGNMENT = 64
@@ -98,8 +98,8 @@ def _split(length: int, at: Ints, num_bytes: Ints, *addresses: Ints) -> tuple[In
     """
     first = at // length
     counts = (at + num_bytes - 1) // length - first + 1
-    item = np.repeat(np.arange(len(at)), counts)
-    number = first[item] + np.arange(len(item)) - (np.cumsum(counts) - counts)[item]
+    item, number = spread(counts)
+    number += first[item]
     order = np.argsort(number, kind="stable")
     item, number = item[order], number[order]
     begins = at[item]
